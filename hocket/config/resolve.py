@@ -1,0 +1,159 @@
+"""Turns the user's options into an engine's configuration: every "auto" that needs no torch becomes a value here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hocket.config.engine import (
+    CacheConfig,
+    EmulatedLink,
+    EngineConfig,
+    OverlapConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from hocket.config.model import ModelConfig
+from hocket.config.options import Options
+from hocket.envs import FORCE_SPLIT
+from hocket.errors import ConfigError
+
+DEFAULT_BATCHED_TOKENS = 2048
+DEFAULT_SEQS = 256
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: a path, or for "tiny" the model that ships with Hocket ("./tiny" is a path)."""
+    if name == "tiny":
+        return Path(__file__).resolve().parent.parent / "assets" / "tiny"
+    return Path(name).expanduser()
+
+
+def resolve(options: Options) -> EngineConfig:
+    """The configuration that `options` ask for.
+
+    Raises:
+        ConfigError: options contradict each other or the model; the message names field, value and what is allowed.
+        CheckpointError: the model's folder or its config.json cannot be read.
+    """
+    folder = model_folder(options.model)
+    model = ModelConfig.from_pretrained(folder)
+    _refuse_unsupported(options)
+    device = "cpu" if options.device == "auto" else options.device
+    return EngineConfig(
+        model_path=str(folder),
+        model=model,
+        dtype=_dtype(options, model, device),
+        device=device,
+        load_format=options.load_format,
+        seed=options.seed,
+        attention_backend="sdpa",
+        moe_backend=options.moe_backend,
+        parallel=_parallel(options, model.moe.top_k),
+        scheduler=_scheduler(options, model),
+        cache=CacheConfig(
+            block_size=options.block_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            memory_utilization=options.gpu_memory_utilization,
+            memory_bytes=options.kv_cache_memory_bytes,
+        ),
+        overlap=_overlap(options),
+        startup_timeout_s=options.startup_timeout,
+        step_timeout_s=options.step_timeout,
+    )
+
+
+def _refuse_unsupported(options: Options) -> None:
+    for field in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(options, field)
+        if size > 1:
+            raise ConfigError(field, size, "1; use data_parallel_size with enable_expert_parallel to use more devices")
+
+
+def _dtype(options: Options, model: ModelConfig, device: str) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    return "float32" if device == "cpu" else model.dtype
+
+
+def _parallel(options: Options, top_k: int) -> ParallelConfig:
+    shared = options.enable_expert_parallel and options.data_parallel_size > 1
+    if not shared:
+        if options.all2all_backend != "auto":
+            needs = "auto, unless data_parallel_size is over 1 with enable_expert_parallel"
+            raise ConfigError("all2all_backend", options.all2all_backend, needs)
+        backend = "local"
+    else:
+        backend = options.all2all_backend
+        if backend == "auto":
+            # A token goes to all other ranks or, by all-to-all, to at most top_k of them for one more round trip.
+            few = options.data_parallel_size - 1 <= top_k
+            backend = "allgather_reducescatter" if few else "torch"
+    return ParallelConfig(
+        data_parallel_size=options.data_parallel_size,
+        enable_expert_parallel=shared,
+        all2all_backend=backend,
+        expert_placement_strategy=options.expert_placement_strategy,
+        emulated_link=_emulated_link(options, shared),
+    )
+
+
+def _emulated_link(options: Options, shared: bool) -> EmulatedLink | None:
+    if options.emulate_link_gb_per_s is None:
+        if options.emulate_link_latency_us:
+            allowed = "0 without emulate_link_gb_per_s"
+            raise ConfigError("emulate_link_latency_us", options.emulate_link_latency_us, allowed)
+        return None
+    if not shared:
+        allowed = "nothing, unless data_parallel_size is over 1 with enable_expert_parallel"
+        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, allowed)
+    return EmulatedLink(gb_per_s=options.emulate_link_gb_per_s, latency_us=options.emulate_link_latency_us)
+
+
+def _overlap(options: Options) -> OverlapConfig:
+    """How steps are split; asking for it where it cannot be is an error, never silently ignored."""
+    if options.enable_dbo and options.ubatch_size not in (0, 2):
+        raise ConfigError("ubatch_size", options.ubatch_size, "0 or 2 with enable_dbo (leave one of the two out)")
+    forced = FORCE_SPLIT.get_int(0)
+    asked = 2 if options.enable_dbo else max(1, options.ubatch_size)
+    num_ubatches = forced if forced > 1 else asked
+    if asked > 1 and not (options.enable_expert_parallel and options.data_parallel_size > 1):
+        field = "enable_dbo" if options.enable_dbo else "ubatch_size"
+        needs = "off, unless data_parallel_size is over 1 with enable_expert_parallel"
+        raise ConfigError(field, getattr(options, field), needs)
+    if num_ubatches > 1:
+        for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
+            if getattr(options, name) < num_ubatches:
+                raise ConfigError(name, getattr(options, name), f"at least {num_ubatches}, the number of ubatches")
+    return OverlapConfig(
+        num_ubatches=num_ubatches,
+        decode_token_threshold=options.dbo_decode_token_threshold,
+        prefill_token_threshold=options.dbo_prefill_token_threshold,
+        force_split=forced > 1,
+        executor="greenlet" if options.ubatch_executor == "auto" else options.ubatch_executor,
+    )
+
+
+def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:
+    max_len = options.max_model_len or model.max_position_embeddings
+    if max_len > model.longest_context:
+        extended = model.longest_context > model.max_position_embeddings
+        what = "as far as its YaRN scaling reaches" if extended else "the model's max_position_embeddings"
+        raise ConfigError("max_model_len", max_len, f"at most {model.longest_context} ({what})")
+    tokens = options.max_num_batched_tokens
+    if tokens is None:
+        tokens = max(DEFAULT_BATCHED_TOKENS, options.max_num_seqs or 0)
+        tokens = tokens if options.enable_chunked_prefill else max(tokens, max_len)
+    seqs = options.max_num_seqs or min(DEFAULT_SEQS, tokens)
+    if not options.enable_chunked_prefill and tokens < max_len:
+        allowed = f"at least max_model_len ({max_len}) without chunked prefill"
+        raise ConfigError("max_num_batched_tokens", tokens, allowed)
+    if tokens < seqs:
+        raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs ({seqs})")
+    return SchedulerConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_model_len=max_len,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        prefill_interval=options.prefill_interval,
+    )

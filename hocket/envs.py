@@ -1,0 +1,48 @@
+"""The one table of environment variables that Hocket reads of its own. Knows nothing of what they are for elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from hocket.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """An environment variable: what it does and what it is when it is not set."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+    def get_int(self, least: int) -> int:
+        """The value as a whole number; ConfigError for anything else."""
+        value = self.get()
+        if not value.isdecimal() or int(value) < least:
+            raise ConfigError(self.name, value, f"a whole number, at least {least}")
+        return int(value)
+
+
+LOG_LEVEL = Variable(
+    name="HOCKET_LOG_LEVEL", default="WARNING", meaning="what front and ranks log to standard error: DEBUG to ERROR"
+)
+FORCE_SPLIT = Variable(
+    name="HOCKET_FORCE_SPLIT",
+    default="0",
+    meaning="over 1: split every step into so many ubatches, whatever the thresholds and also on one rank (for tests)",
+)
+
+ALL = (LOG_LEVEL, FORCE_SPLIT)
+
+
+def set_up_logging(who: str) -> None:
+    """Log to standard error with `who` in front. Raises ConfigError for a level that does not exist."""
+    level = LOG_LEVEL.get().upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(LOG_LEVEL.name, level, "DEBUG, INFO, WARNING, ERROR")
+    logging.basicConfig(level=level, format=f"{who}: %(levelname)s: %(message)s", force=True)
