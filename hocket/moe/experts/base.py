@@ -1,0 +1,65 @@
+"""What every experts backend is: the weights of a rank's experts and one forward. Knows nothing of ranks or routing.
+
+Shapes: T rows, D hidden, I intermediate, E local experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.errors import ConfigError
+
+
+class Experts(nn.Module, ABC):
+    """E gated MLPs, w2 · (silu(gate) * up). `w13` [E, 2I, D] holds the gate's rows before up's; `w2` is [E, D, I].
+
+    E may be 0: a rank without experts still takes part.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        hidden_act: str = "silu",
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if hidden_act != "silu":
+            raise ConfigError("hidden_act", hidden_act, "silu")
+        self.num_local_experts = num_local_experts
+        w13 = torch.empty(num_local_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
+        w2 = torch.empty(num_local_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.w13 = nn.Parameter(w13, requires_grad=False)
+        self.w2 = nn.Parameter(w2, requires_grad=False)
+
+    @classmethod
+    def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot run these widths in this dtype, or None where it can."""
+        return None
+
+    @abstractmethod
+    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted sum of each row's local experts, accumulated in fp32.
+
+        x [T, D]; local_ids int64 [T, K] in [-1, E), -1 is skipped; weights fp32 [T, K]. Returns [T, D] in x.dtype, a
+        row without experts is zero whatever x holds there (NaN too). T may be 0.
+
+        Raises:
+            HocketError: an id is out of range (checked on a CPU only).
+        """
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2I] → [T, I]: silu of the first half times the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

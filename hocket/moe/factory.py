@@ -1,0 +1,75 @@
+"""Builds the sparse layers of a model from names and sizes. Knows which backends were asked for, not what they do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hocket.config.moe import MoEConfig
+from hocket.dist.mesh import Mesh
+from hocket.errors import ConfigError
+from hocket.moe.experts.base import Experts
+from hocket.moe.experts.registry import suitable_class
+from hocket.moe.layer import MoELayer
+from hocket.moe.placement import ExpertPlacement
+from hocket.moe.router import Router
+from hocket.moe.transport.registry import build_transport
+
+
+class MoEFactory:
+    """One per rank. `transport` and `experts_backend` are names; all layers share the transport.
+
+    Where `mesh` has no expert-parallel group, the placement is over one rank, which then holds all experts.
+
+    Raises:
+        BackendUnavailable: no such transport or experts backend here.
+        ConfigError: the placement is for another number of ranks.
+    """
+
+    def __init__(self, mesh: Mesh, placement: ExpertPlacement, transport: str, experts_backend: str) -> None:
+        if placement.num_ranks != mesh.ep_size:
+            raise ConfigError("placement.num_ranks", placement.num_ranks, f"{mesh.ep_size} (ranks sharing experts)")
+        self.placement = placement
+        self.rank = mesh.ep_rank
+        self.transport = build_transport(transport, placement, rank=self.rank, group=mesh.ep_group, device=mesh.device)
+        self._experts_backend = experts_backend
+        self._experts_classes: dict[tuple[int, int, torch.dtype], type[Experts]] = {}
+
+    def build(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        hidden_act: str,
+        shared_experts: nn.Module | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        router_dtype: torch.dtype = torch.float32,
+    ) -> MoELayer:
+        """One sparse layer with this rank's experts, weights not yet set.
+
+        `router_dtype` is that of the router's weight and logits: fp32 for DeepSeek, the model's for Qwen3-MoE.
+        """
+        if config.num_experts != self.placement.num_experts:
+            raise ConfigError("num_experts", config.num_experts, f"{self.placement.num_experts} (as placed)")
+        experts = self._experts_class(hidden_size, config.intermediate_size, dtype)(
+            len(self.placement.experts_of(self.rank)),
+            hidden_size,
+            config.intermediate_size,
+            hidden_act=hidden_act,
+            device=device,
+            dtype=dtype,
+        )
+        router = Router(config, hidden_size, device=device, dtype=router_dtype)
+        return MoELayer(router, experts, self.transport, shared_experts)
+
+    @property
+    def experts_backends(self) -> str:
+        """Names of the backends that the layers built so far have."""
+        return ", ".join(sorted({backend.name for backend in self._experts_classes.values()}))
+
+    def _experts_class(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> type[Experts]:
+        """Chosen once per shape, so that a stand-in is reported once and not for each layer."""
+        key = hidden_size, intermediate_size, dtype
+        if key not in self._experts_classes:
+            self._experts_classes[key] = suitable_class(self._experts_backend, *key)
+        return self._experts_classes[key]

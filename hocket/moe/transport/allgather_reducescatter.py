@@ -1,0 +1,78 @@
+"""The transport of fixed shapes: every rank gets every token, and results are reduced to the tokens' ranks.
+
+Shapes: T this rank's rows, P rows every rank pads to, D hidden, K top-k, n ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.dist import collectives
+from hocket.errors import CapacityError
+from hocket.moe.base import DROPPED, TokenLayout, check_ids
+from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.rows import RowFormat
+from hocket.ubatch.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class GatherHandle(Handle):
+    """T and P of the call."""
+
+    num_rows: int
+    num_padded_max: int
+
+
+class AllGatherReduceScatterTransport(Transport):
+    """One all-gather of rows padded to P, one reduce-scatter of results. Padding rows have ids of -1.
+
+    Every row goes to every rank, wanted there or not; in return no count is read on the host, so it can be captured.
+    """
+
+    name = "allgather_reducescatter"
+    requires_padding = True
+
+    def __init__(
+        self, placement: ExpertPlacement, rank: int, group: collectives.Group | None, device: torch.device
+    ) -> None:
+        self._num_experts = placement.num_experts
+        self._num_ranks = placement.num_ranks
+        self._group = group
+        # One entry more than experts: index -1, a dropped slot, reads it.
+        mine = [DROPPED] * (placement.num_experts + 1)
+        for index, expert in enumerate(placement.experts_of(rank)):
+            mine[expert] = index
+        self._local_id_of = torch.tensor(mine, device=device)
+
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        check_ids(topk_ids, self._num_experts, "expert ids")
+        num_rows, padded = x.shape[0], layout.num_padded_max
+        if num_rows > padded:
+            raise CapacityError(f"{num_rows} rows do not fit into the {padded} that every rank pads to")
+        rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        sent = rows.pack(x, topk_ids, topk_weights, padded)
+        received = sent.new_empty(self._num_ranks * padded, rows.row_bytes)
+
+        def result() -> Dispatched:
+            all_x, all_ids, all_weights = rows.unpack(received)
+            return Dispatched(all_x, self._local_id_of[all_ids], all_weights, GatherHandle(num_rows, padded))
+
+        return Transfer(
+            send=lambda: collectives.all_gather(received, sent, self._group),
+            result=result,
+            num_bytes=lambda: sent.numel() * (self._num_ranks - 1),
+        )
+
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        assert isinstance(handle, GatherHandle)
+        out = expert_out.new_empty(handle.num_padded_max, expert_out.shape[1])
+        sums = expert_out.contiguous()
+        return Transfer(
+            send=lambda: collectives.reduce_scatter_sum(out, sums, self._group),
+            result=lambda: out[: handle.num_rows],
+            num_bytes=lambda: out.nbytes * (self._num_ranks - 1),
+        )

@@ -1,0 +1,62 @@
+"""What every transport is: tokens out to the ranks of their experts and results back. Knows no backend.
+
+Shapes: T a rank's rows, N rows received, D hidden, K top-k, E experts of all ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hocket.moe.base import TokenLayout
+from hocket.ubatch.transfer import Transfer
+
+
+class Handle:
+    """What a transport must remember from one `prepare` to its `finalize`; each backend has its own subclass."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """What this rank's experts get: x [N, D] (rows may be strided), local_ids int64 [N, K] (-1: not for this rank),
+    weights fp32 [N, K], and the handle that `finalize` takes."""
+
+    x: Tensor
+    local_ids: Tensor
+    weights: Tensor
+    handle: Handle
+
+
+class Transport(ABC):
+    """Moves tokens between the ranks that share experts.
+
+    Every rank calls `prepare` and `finalize` equally often and in the same order, also with no tokens at all. All
+    state of a call is in the transfer and its handle, so several may be under way at once and one instance serves all
+    layers.
+    """
+
+    name: ClassVar[str]
+    requires_padding: ClassVar[bool]
+    """Whether ranks exchange fixed shapes, so that every rank must know `layout.num_padded_max`."""
+
+    @abstractmethod
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        """The transfer of tokens to the ranks of their experts.
+
+        x [T, D]; topk_ids int64 [T, K] in [-1, E), rows or slots of -1 go nowhere; topk_weights fp32 [T, K].
+
+        Raises:
+            HocketError: an id is out of range (checked on a CPU only).
+        """
+
+    @abstractmethod
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        """The transfer back of expert_out [N, D], this rank's weighted sums for the rows it got; its result adds up
+        what all ranks computed for each of this rank's rows, in fp32 where the backend allows: [T, D] in expert_out's
+        dtype.
+        """

@@ -1,0 +1,58 @@
+"""A transport over an emulated slow link: wraps another and stretches its transfers. For tests and demonstrations.
+
+Every result that was measured over it must say so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+from torch import Tensor
+
+from hocket.moe.base import TokenLayout
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.ubatch.transfer import Transfer
+
+T = TypeVar("T")
+
+
+class LinkEmulator(Transport):
+    """Each transfer takes `latency_us` + bytes sent / `gb_per_s`, and the link carries one at a time.
+
+    Send and receive are apart: `send` runs the inner transfer and returns, `receive` waits until the link would have
+    delivered it. A transfer that the inner transport needs longer for is not shortened.
+    """
+
+    name = "link_emulator"
+    requires_padding = False  # an instance takes over its inner transport's
+
+    def __init__(self, inner: Transport, latency_us: float, gb_per_s: float) -> None:
+        self.inner = inner
+        self.latency_us = latency_us
+        self.gb_per_s = gb_per_s
+        self.requires_padding = inner.requires_padding  # type: ignore[misc]
+        self._free_at = 0.0  # when the link has delivered all that was sent
+
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        return self._stretched(self.inner.prepare(x, topk_ids, topk_weights, layout))
+
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        return self._stretched(self.inner.finalize(expert_out, handle))
+
+    def _stretched(self, transfer: Transfer[T]) -> Transfer[T]:
+        delivered_at = 0.0
+
+        def send() -> None:
+            nonlocal delivered_at
+            begin = max(time.perf_counter(), self._free_at)
+            transfer.send()
+            seconds = self.latency_us * 1e-6 + transfer.num_bytes() / (self.gb_per_s * 1e9)
+            delivered_at = self._free_at = begin + seconds
+
+        def receive() -> None:
+            if transfer.receive is not None:
+                transfer.receive()
+            time.sleep(max(0.0, delivered_at - time.perf_counter()))
+
+        return Transfer(send, transfer.result, transfer.num_bytes, receive, lambda: int(delivered_at * 1e9))

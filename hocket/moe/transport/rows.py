@@ -1,0 +1,59 @@
+"""One token as one row of bytes, so that hidden state, expert ids and weights travel in one message. Knows no ranks.
+
+Shapes: N rows, D hidden, K top-k. A row is [x: D | ids: K int32 | weights: K fp32], each part padded to 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.moe.base import DROPPED
+
+ALIGN_BYTES = 16
+SLOT_BYTES = 4
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """The layout of rows for one hidden size, dtype and top-k."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return _align(self.hidden_size * self.dtype.itemsize) + 2 * _align(self.top_k * SLOT_BYTES)
+
+    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+        """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes]; rows past N are zeros with ids of -1."""
+        rows = torch.zeros(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
+        row_x, row_ids, row_weights = self._views(rows)
+        count = x.shape[0]
+        row_x[:count] = x
+        row_ids[:count] = ids
+        row_ids[count:] = DROPPED
+        row_weights[:count] = weights
+        return rows
+
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 [N, row_bytes] → (x [N, D], ids int64 [N, K], weights fp32 [N, K]); x and weights are views."""
+        x, ids, weights = self._views(rows)
+        return x, ids.long(), weights
+
+    def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_bytes, slot_bytes = self.hidden_size * self.dtype.itemsize, self.top_k * SLOT_BYTES
+        ids_at = _align(x_bytes)
+        weights_at = ids_at + _align(slot_bytes)
+        return (
+            rows[:, :x_bytes].view(self.dtype),
+            rows[:, ids_at : ids_at + slot_bytes].view(torch.int32),
+            rows[:, weights_at : weights_at + slot_bytes].view(torch.float32),
+        )

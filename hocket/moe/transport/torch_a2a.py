@@ -1,0 +1,132 @@
+"""The transport that works everywhere: uneven all-to-alls of torch.distributed. The oracle for all others.
+
+Shapes: T this rank's rows, S rows sent, N rows received, D hidden, K top-k, n ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hocket.dist import collectives
+from hocket.errors import StepDesync
+from hocket.moe.base import DROPPED, TokenLayout, check_ids
+from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.rows import RowFormat
+from hocket.ubatch.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHandle(Handle):
+    """Rows this rank sent, by destination: token_idx int64 [S]; rows per rank sent and received; T."""
+
+    token_idx: Tensor
+    send_splits: list[int]
+    recv_splits: list[int]
+    num_rows: int
+
+
+class _Dispatch:
+    """One dispatch under way. The counts travel first and are read on the host, so it all runs on the comm lane.
+
+    With them travels a number that counts dispatches: ranks that are not at the same one must not take each other's
+    bytes for rows.
+    """
+
+    def __init__(
+        self,
+        group: collectives.Group | None,
+        rows: RowFormat,
+        counts: Tensor,
+        packed: Tensor,
+        numbers: Iterator[int],
+    ) -> None:
+        self._group = group
+        self._numbers = numbers
+        self._rows = rows
+        self._counts = counts
+        self._packed = packed
+        self.received: Tensor | None = None
+        self.send_splits: list[int] = []
+        self.recv_splits: list[int] = []
+
+    def send(self) -> None:
+        """Rows for each rank, with the number of this dispatch, to the host; then the rows themselves.
+
+        Raises:
+            StepDesync: another rank is at another dispatch; names it.
+        """
+        number = next(self._numbers)
+        to_ranks = torch.stack((self._counts, torch.full_like(self._counts, number)), dim=1)  # int64 [n, 2]
+        from_ranks = torch.empty_like(to_ranks)
+        collectives.all_to_all(from_ranks, to_ranks, self._group)
+        self.send_splits = to_ranks[:, 0].tolist()
+        self.recv_splits, theirs = from_ranks.T.tolist()
+        for rank, other in enumerate(theirs):
+            if other != number:
+                raise StepDesync(f"rank {rank} is at dispatch {other} where this rank is at {number}")
+        self.received = self._packed.new_empty(sum(self.recv_splits), self._rows.row_bytes)
+        collectives.all_to_all(self.received, self._packed, self._group, self.recv_splits, self.send_splits)
+
+    def num_bytes(self) -> int:
+        return self._packed.numel()
+
+
+class TorchTransport(Transport):
+    """A token travels once to each rank that holds at least one of its experts and comes back as one partial sum.
+
+    Dispatch exchanges the counts (read on the host), then one message of rows per pair of ranks; combine is one
+    message back per pair. Partial sums are added in fp32 in rank order.
+    """
+
+    name = "torch"
+    requires_padding = False
+
+    def __init__(self, placement: ExpertPlacement, group: collectives.Group | None, device: torch.device) -> None:
+        self._num_experts = placement.num_experts
+        self._group = group
+        # One entry more than experts: index -1, a dropped slot, reads it and finds a rank that does not exist.
+        self._rank_of = torch.tensor([*placement.rank_of, placement.num_ranks], device=device)
+        self._local_idx = torch.tensor([*placement.local_idx, DROPPED], device=device)
+        self._ranks = torch.arange(placement.num_ranks, device=device)
+        self._numbers = itertools.count()
+
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        check_ids(topk_ids, self._num_experts, "expert ids")
+        owner = self._rank_of[topk_ids]
+        is_wanted = (owner == self._ranks[:, None, None]).any(dim=-1)  # [n, T]
+        dest, token_idx = is_wanted.nonzero(as_tuple=True)  # by rank, then by token
+        local_ids = torch.where(owner[token_idx] == dest[:, None], self._local_idx[topk_ids[token_idx]], DROPPED)
+        rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        packed = rows.pack(x[token_idx], local_ids, topk_weights[token_idx], len(token_idx))
+        under_way = _Dispatch(self._group, rows, is_wanted.sum(dim=-1), packed, self._numbers)
+
+        def result() -> Dispatched:
+            assert under_way.received is not None
+            handle = TorchHandle(token_idx, under_way.send_splits, under_way.recv_splits, x.shape[0])
+            return Dispatched(*rows.unpack(under_way.received), handle=handle)
+
+        return Transfer(under_way.send, result, under_way.num_bytes)
+
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        assert isinstance(handle, TorchHandle)
+        sums = expert_out.contiguous()
+        back = expert_out.new_empty(len(handle.token_idx), expert_out.shape[1])
+
+        def result() -> Tensor:
+            out = torch.zeros(handle.num_rows, expert_out.shape[1], device=expert_out.device, dtype=torch.float32)
+            splits = handle.send_splits
+            for token_idx, part in zip(torch.split(handle.token_idx, splits), torch.split(back, splits), strict=True):
+                out.index_add_(0, token_idx, part.float())  # no token twice in one rank's part: the order is fixed
+            return out.to(expert_out.dtype)
+
+        return Transfer(
+            send=lambda: collectives.all_to_all(back, sums, self._group, handle.send_splits, handle.recv_splits),
+            result=result,
+            num_bytes=lambda: sums.nbytes,
+        )
