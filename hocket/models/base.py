@@ -1,0 +1,166 @@
+"""A causal language model: embedding, layers, logits. Knows nothing of files, requests, ranks or ubatches.
+
+Legend: T tokens (padding included), D hidden, V vocabulary, N rows whose logits are wanted.
+"""
+
+# ruff: noqa: RUF009 (sliced() makes a dataclass field)
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hocket.attention.base import AttentionMetadata, Sliceable, sliced
+from hocket.attention.plan import AttentionPlan, plan_attention
+from hocket.cache.storage import block_size_of, slot_bytes_of
+from hocket.config.model import ModelConfig
+from hocket.layers.linear import frozen
+from hocket.layers.mlp import GatedMLP
+from hocket.layers.norm import RMSNorm
+from hocket.layers.rotary import RotaryEmbedding, Rotation
+from hocket.models.weights import WeightSpec, mlp_specs, moe_specs, norm_spec, tensor_spec
+from hocket.moe.base import TokenLayout
+from hocket.moe.factory import MoEFactory
+from hocket.moe.layer import MoELayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class UBatchInputs(Sliceable):
+    """What a model reads of a batch, or of a part of one. token_ids, positions: int64 [T]; padding rows hold 0."""
+
+    token_ids: Tensor = sliced("tokens")
+    positions: Tensor = sliced("tokens")
+    attention: AttentionMetadata = sliced("rebuilt")
+    layout: TokenLayout = sliced("rebuilt")
+
+
+class Attention(nn.Module, ABC):
+    """A model's attention block, projections included."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+        """x [T, D] (normalised) → [T, D]; writes this step's rows into `cache`, the layer's KV cache."""
+
+    @abstractmethod
+    def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
+        """The block's tensors under `prefix`."""
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        mlp: GatedMLP | MoELayer,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.attention = attention
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.mlp = mlp
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan, layout: TokenLayout, cache: Tensor
+    ) -> Tensor:
+        """hidden [T, D] → [T, D]."""
+        hidden = hidden + self.attention(self.input_norm(hidden), rotation, plan, cache)
+        x = self.post_attention_norm(hidden)
+        out: Tensor = self.mlp(x, layout) if isinstance(self.mlp, MoELayer) else self.mlp(x)
+        return hidden + out
+
+
+class CausalLM(nn.Module, ABC):
+    """Base of all models. A subclass says what its attention is; weights are unset until loaded."""
+
+    router_dtype: torch.dtype | None = torch.float32
+    """Dtype of router weights and logits; None: the model's."""
+
+    def __init__(self, config: ModelConfig, moe: MoEFactory, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self._placement, self._ep_rank = moe.placement, moe.rank
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = frozen(torch.empty(vocabulary, device=device, dtype=dtype))
+        self.rotary = RotaryEmbedding(config.rope, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, self.build_attention(device), self._build_mlp(i, moe, device), device, dtype)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else frozen(torch.empty(vocabulary, device=device, dtype=dtype))
+        )
+
+    @abstractmethod
+    def build_attention(self, device: torch.device) -> Attention:
+        """One layer's attention block."""
+
+    def _build_mlp(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> GatedMLP | MoELayer:
+        config, sparse = self.config, self.config.moe
+        if not sparse.layers[layer_idx]:
+            return GatedMLP(config.hidden_size, config.intermediate_size, device=device, dtype=self.dtype)
+        shared = None
+        if sparse.num_shared_experts:
+            width = sparse.intermediate_size * sparse.num_shared_experts
+            shared = GatedMLP(config.hidden_size, width, device=device, dtype=self.dtype)
+        return moe.build(
+            sparse,
+            config.hidden_size,
+            config.hidden_act,
+            shared,
+            device,
+            self.dtype,
+            router_dtype=self.router_dtype or self.dtype,
+        )
+
+    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+        """Final normalised hidden states [T, D]; one KV cache per layer is read and written. T may be 0.
+
+        Rows of padding hold anything; no real row depends on them.
+        """
+        hidden = F.embedding(inputs.token_ids, self.embed_tokens)
+        rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
+        first = kv_cache[0]
+        plan = plan_attention(inputs.attention, hidden.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first))
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            hidden = layer(hidden, rotation, plan, inputs.layout, cache)
+        out: Tensor = self.norm(hidden)
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, D] → fp32 [N, V]."""
+        return F.linear(hidden, self.lm_head).float()
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        """Every tensor of a published checkpoint of this model, this rank's and the others'."""
+        embedding = "model.embed_tokens.weight"
+        yield tensor_spec(embedding, self.embed_tokens)
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            yield from self._layer_specs(f"model.layers.{i}", layer)
+        yield norm_spec("model.norm", self.norm)
+        if not self.config.tie_word_embeddings:
+            yield tensor_spec("lm_head.weight", self.lm_head)
+        else:
+            shape = tuple(self.embed_tokens.shape)
+            yield WeightSpec(name="lm_head.weight", shape=shape, target=None, equal_to=embedding)
+
+    def _layer_specs(self, prefix: str, layer: DecoderLayer) -> Iterator[WeightSpec]:
+        yield norm_spec(f"{prefix}.input_layernorm", layer.input_norm)
+        yield from layer.attention.weight_specs(f"{prefix}.self_attn")
+        yield norm_spec(f"{prefix}.post_attention_layernorm", layer.post_attention_norm)
+        if isinstance(layer.mlp, MoELayer):
+            yield from moe_specs(f"{prefix}.mlp", layer.mlp, self._placement, self._ep_rank)
+        else:
+            yield from mlp_specs(f"{prefix}.mlp", layer.mlp)

@@ -1,0 +1,121 @@
+"""Fills a model's weights, from a checkpoint (strictly) or at random. Knows nothing of any particular model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hocket.config.model import ModelConfig
+from hocket.errors import CheckpointError
+from hocket.models.accounting import Read, match
+from hocket.models.base import CausalLM
+from hocket.models.checkpoint import Checkpoint
+from hocket.models.weights import WeightSpec
+
+logger = logging.getLogger(__name__)
+FP8_BLOCK = (128, 128)
+PROGRESS_STEPS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What loading took. num_tensors: read by this rank; bytes_read: from files, headers not counted."""
+
+    num_tensors: int
+    bytes_read: int
+    seconds: float
+
+
+def load_weights(
+    model: CausalLM, directory: str | Path, *, on_progress: Callable[[int, int], None] | None = None
+) -> LoadReport:
+    """Fill every weight of `model` from the safetensors files in `directory`, converted to the model's dtypes.
+
+    Experts of other ranks are not read. `on_progress(done, total)` counts tensors and is called at most some hundred
+    times. Block-scaled fp8 weights are expanded, with a warning in the log.
+
+    Raises:
+        CheckpointError: anything missing, left over, in two places, misshapen or unreadable, in one line.
+    """
+    started = time.perf_counter()
+    specs = list(model.weight_specs())
+    with Checkpoint(directory) as checkpoint:
+        reads = match(specs, checkpoint, model.config)
+        num_scaled = sum(read.scale is not None for read in reads)
+        if num_scaled:
+            logger.warning("%d fp8 tensors are expanded to %s: no fp8 kernels here", num_scaled, model.dtype)
+        every = -(-len(reads) // PROGRESS_STEPS)
+        for done, read in enumerate(reads, start=1):
+            _fill(read, checkpoint, model.config)
+            if on_progress is not None and (done % every == 0 or done == len(reads)):
+                on_progress(done, len(reads))
+        bytes_read = checkpoint.bytes_read
+    return LoadReport(num_tensors=len(reads), bytes_read=bytes_read, seconds=time.perf_counter() - started)
+
+
+def _fill(read: Read, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    value = checkpoint.read(read.name, read.expert, read.rows)
+    if read.scale is not None:
+        scale = checkpoint.read(read.scale, read.expert)
+        block = config.quantization.block if config.quantization else FP8_BLOCK
+        first_row = read.rows[0] if read.rows else 0
+        value = expand_fp8(value, scale, block, first_row, f"{checkpoint.directory}: {read.scale}")
+    if read.equal_to is None:
+        read.target.copy_(value)
+    elif not torch.equal(value.to(read.target), read.target):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {read.name} differs from {read.equal_to}, but config.json ties them "
+            "(tie_word_embeddings)"
+        )
+
+
+def expand_fp8(value: Tensor, scale: Tensor, block: tuple[int, int], first_row: int, what: str) -> Tensor:
+    """fp32 [rows, columns] of a block-scaled fp8 matrix.
+
+    value: rows [first_row, first_row + rows) of the matrix; scale [row blocks, column blocks] multiplies each block.
+
+    Raises:
+        CheckpointError: `scale` (called `what`) has too few blocks.
+    """
+    rows, columns = value.shape
+    row_blocks = torch.arange(first_row, first_row + rows).div(block[0], rounding_mode="floor")
+    column_blocks = torch.arange(columns).div(block[1], rounding_mode="floor")
+    needed = (int(row_blocks[-1]) + 1, int(column_blocks[-1]) + 1)
+    if scale.dim() != 2 or scale.shape[0] < needed[0] or scale.shape[1] != needed[1]:
+        raise CheckpointError(f"{what} is {list(scale.shape)}, at least {list(needed)} blocks are needed")
+    return value.float() * scale.float()[row_blocks][:, column_blocks]
+
+
+def dummy_weights(model: CausalLM, seed: int = 0) -> LoadReport:
+    """Random weights: each tensor depends on its published name and `seed` alone, so ranks and EP sizes agree.
+
+    Matrices have standard deviation 1 / sqrt(columns), norms are 1, biases small. (CPU and GPU draw differently.)
+    """
+    started = time.perf_counter()
+    generators: dict[torch.device, torch.Generator] = {}
+    count = 0
+    for spec in model.weight_specs():
+        if spec.target is None:
+            continue
+        device = spec.target.device
+        generator = generators.setdefault(device, torch.Generator(device))
+        digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "big"))
+        spec.target.copy_(_draw(spec, generator))
+        count += 1
+    return LoadReport(num_tensors=count, bytes_read=0, seconds=time.perf_counter() - started)
+
+
+def _draw(spec: WeightSpec, generator: torch.Generator) -> Tensor:
+    device = generator.device
+    if "norm" in spec.name:
+        return torch.ones(spec.shape, device=device)
+    value = torch.randn(spec.shape, generator=generator, device=device)
+    return value * (0.01 if len(spec.shape) == 1 else spec.shape[1] ** -0.5)

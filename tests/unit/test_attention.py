@@ -1,0 +1,196 @@
+"""Paged attention against a plain one written from the definition; unwritten pages and padding rows are NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hocket.attention.base import AttentionMetadata
+from hocket.attention.mla import paged_mla
+from hocket.attention.plan import MAX_GATHERED_BYTES, plan_attention
+from hocket.attention.sdpa import paged_attention
+
+NAN = float("nan")
+SCALE = 0.3
+
+
+@dataclass
+class Step:
+    """Requests with `past` tokens in the cache and `new` ones in this step; `slot_bytes` decides how decodes group."""
+
+    past: list[int]
+    new: list[int]
+    block_size: int
+    num_padding: int
+    slot_bytes: int = 1
+
+    def metadata(self, generator: torch.Generator) -> AttentionMetadata:
+        starts = [0]
+        for n in self.new:
+            starts.append(starts[-1] + n)
+        lens = [p + n for p, n in zip(self.past, self.new, strict=True)]
+        counts = [-(-n // self.block_size) for n in lens]
+        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
+        table = torch.full((len(lens), max(counts) + 1), -9, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        slots = [
+            int(table[r, p // self.block_size]) * self.block_size + p % self.block_size
+            for r in range(len(lens))
+            for p in range(self.past[r], lens[r])
+        ]
+        return AttentionMetadata(
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_table=table,
+            slot_mapping=torch.tensor(slots + [-1] * self.num_padding, dtype=torch.int64),
+            query_start_loc_cpu=tuple(starts),
+            seq_lens_cpu=tuple(lens),
+            max_query_len=max(self.new),
+            max_seq_len=max(lens),
+            num_tokens=starts[-1],
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(-(-(p + n) // self.block_size) for p, n in zip(self.past, self.new, strict=True)) + 2
+
+    def slots_of(self, meta: AttentionMetadata, request: int, count: int) -> list[int]:
+        size = self.block_size
+        return [int(meta.block_table[request, p // size]) * size + p % size for p in range(count)]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    requests = draw(st.lists(st.tuples(st.integers(0, 20), st.sampled_from([1, 1, 2, 3, 9])), min_size=1, max_size=5))
+    return Step(
+        past=[p for p, _ in requests],
+        new=[n for _, n in requests],
+        block_size=draw(st.sampled_from([1, 3, 4, 16])),
+        num_padding=draw(st.sampled_from([0, 0, 1, 4])),
+        slot_bytes=draw(st.sampled_from([1, 1, MAX_GATHERED_BYTES // 25, MAX_GATHERED_BYTES])),
+    )
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """query [L, H, C] are the last L of the S rows of key [S, H, C], value [S, H, V]; [L, H · V] in fp64."""
+    rows, length = query.shape[0], key.shape[0]
+    scores = torch.einsum("lhc,shc->hls", query.double(), key.double()) * SCALE
+    visible = torch.arange(length)[None] <= torch.arange(length - rows, length)[:, None]
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("hls,shv->lhv", weights, value.double()).flatten(1)
+
+
+def with_padding(rows: Tensor, count: int) -> Tensor:
+    """`rows` and `count` more of NaN."""
+    return torch.cat((rows, torch.full((count, *rows.shape[1:]), NAN)))
+
+
+relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@relaxed
+@given(step=steps(), heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]))
+def test_grouped_query_attention(step: Step, heads: tuple[int, int]) -> None:
+    num_heads, num_kv_heads = heads
+    generator = torch.Generator().manual_seed(1)
+    meta = step.metadata(generator)
+    cache = torch.full((2, step.num_blocks, step.block_size, num_kv_heads, 8), NAN)
+    flat = cache.view(2, -1, num_kv_heads, 8)
+    contexts = [torch.randn(2, n, num_kv_heads, 8, generator=generator) for n in meta.seq_lens_cpu]
+    for r, past in enumerate(step.past):
+        flat[:, step.slots_of(meta, r, past)] = contexts[r][:, :past]
+    query = torch.randn(meta.num_tokens, num_heads, 8, generator=generator)
+    new = torch.cat([c[:, past:] for c, past in zip(contexts, step.past, strict=True)], dim=1)
+
+    pad = step.num_padding
+    plan = plan_attention(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
+    key, value = with_padding(new[0], pad), with_padding(new[1], pad)
+    out = paged_attention(with_padding(query, pad), key, value, cache, plan, SCALE)
+
+    assert out.shape == (meta.num_tokens + pad, num_heads * 8)
+    assert (out[meta.num_tokens :] == 0).all()
+    starts = meta.query_start_loc_cpu
+    for r, context in enumerate(contexts):
+        k, v = context.repeat_interleave(num_heads // num_kv_heads, dim=2)
+        torch.testing.assert_close(
+            out[starts[r] : starts[r + 1]].double(),
+            plain_attention(query[starts[r] : starts[r + 1]], k, v),
+            atol=2e-6,
+            rtol=0,
+        )
+        assert torch.equal(flat[:, step.slots_of(meta, r, context.shape[1])], context)
+    assert int(flat.isfinite().all(dim=-1)[0, :, 0].sum()) == sum(meta.seq_lens_cpu), "a foreign slot was written"
+
+
+@relaxed
+@given(step=steps(), widths=st.sampled_from([(8, 4, 6, 16), (6, 2, 8, 12), (4, 4, 10, 8)]))
+def test_latent_attention(step: Step, widths: tuple[int, int, int, int]) -> None:
+    plain, rotated, value_width, latent_width = widths
+    num_heads = 3
+    generator = torch.Generator().manual_seed(2)
+    meta = step.metadata(generator)
+    cache = torch.full((step.num_blocks, step.block_size, latent_width + rotated), NAN)
+    flat = cache.view(-1, latent_width + rotated)
+    contexts = [torch.randn(n, latent_width + rotated, generator=generator) for n in meta.seq_lens_cpu]
+    for r, past in enumerate(step.past):
+        flat[step.slots_of(meta, r, past)] = contexts[r][:past]
+    query = torch.randn(meta.num_tokens, num_heads, plain + rotated, generator=generator)
+    kv_b = torch.randn(num_heads, plain + value_width, latent_width, generator=generator) * latent_width**-0.5
+    new = torch.cat([c[past:] for c, past in zip(contexts, step.past, strict=True)])
+
+    pad = step.num_padding
+    plan = plan_attention(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
+    out = paged_mla(with_padding(query, pad), with_padding(new, pad), kv_b, cache, plan, SCALE)
+
+    assert out.shape == (meta.num_tokens + pad, num_heads * value_width)
+    assert (out[meta.num_tokens :] == 0).all()
+    starts = meta.query_start_loc_cpu
+    for r, context in enumerate(contexts):
+        expanded = torch.einsum("hwl,sl->shw", kv_b.double(), context[:, :latent_width].double())
+        shared = context[:, None, latent_width:].double().expand(-1, num_heads, -1)
+        key = torch.cat((expanded[..., :plain], shared), dim=-1)
+        torch.testing.assert_close(
+            out[starts[r] : starts[r + 1]].double(),
+            plain_attention(query[starts[r] : starts[r + 1]], key, expanded[..., plain:]),
+            atol=5e-6,
+            rtol=0,
+        )
+        assert torch.equal(flat[step.slots_of(meta, r, context.shape[0])], context)
+
+
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(past=[5, 0], new=[11, 4], block_size=4, num_padding=0)
+    outs = []
+    for rows in (1024, 4):
+        monkeypatch.setattr("hocket.attention.plan.MAX_TILE_ROWS", rows)
+        generator = torch.Generator().manual_seed(3)
+        meta = step.metadata(generator)
+        cache = torch.randn(2, step.num_blocks, 4, 2, 8, generator=generator)
+        query, key, value = (torch.randn(15, h, 8, generator=generator) for h in (4, 2, 2))
+        plan = plan_attention(meta, 15, 4, torch.float32)
+        outs.append(paged_attention(query, key, value, cache, plan, SCALE))
+    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=0)
+
+
+def test_no_tokens_at_all() -> None:
+    meta = AttentionMetadata(
+        query_start_loc=torch.zeros(1, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32),
+        block_table=torch.zeros(0, 1, dtype=torch.int32),
+        slot_mapping=torch.full((3,), -1),
+        query_start_loc_cpu=(0,),
+        seq_lens_cpu=(),
+        max_query_len=0,
+        max_seq_len=0,
+        num_tokens=0,
+    )
+    plan = plan_attention(meta, 3, 4, torch.float32)
+    query, key = torch.full((3, 4, 8), NAN), torch.full((3, 2, 8), NAN)
+    out = paged_attention(query, key, key, torch.full((2, 2, 4, 2, 8), NAN), plan, SCALE)
+    assert torch.equal(out, torch.zeros(3, 32))
