@@ -1,0 +1,157 @@
+"""The vote: each rank's facts about its next step, and what all ranks decide from everybody's facts.
+
+The decision is a pure function of the whole table, so every rank comes to the same one. Knows nothing of how the
+table travels (`dist/exchange.py`) or of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hocket.config.engine import OverlapConfig
+from hocket.errors import StepDesync
+from hocket.overlap.slices import equal_bounds
+from hocket.scheduler.batch import Batch
+
+
+class Row(IntEnum):
+    """Rows of the table; each rank fills one column of int32."""
+
+    TOKENS = 0
+    GRAPH_MODE = 1
+    UNIFORM_QUERY = 2  # tokens per request if every request is a decode of this length, else 0
+    MAX_QUERY = 3  # longest query; -1: no request
+    MAY_SPLIT = 4  # 1, or minus a Reason: why this rank cannot
+    REQUESTS = 5
+    SKIP_DRAFTS = 6
+    CONTEXT_TOKENS = 7
+    WISHED_CUT = 8
+    STEP = 9
+    DIGEST = 10
+    ABORT = 11  # 0, or a code: this rank's last step failed, and so it did for all
+    UNFINISHED = 12  # requests this rank still has, also when none is in its batch
+    ARRIVAL_US = 13  # last, filled by the exchange: the host's monotonic clock; for figures only, never for decisions
+
+
+NUM_ROWS = len(Row)
+Column = Sequence[int]
+Table = Sequence[Column]
+INT32_MAX = 0x7FFFFFFF
+
+
+class Reason(IntEnum):
+    """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins."""
+
+    SPLIT = 0
+    DISABLED = 1
+    BELOW_THRESHOLD = 2
+    PREFIX_HAZARD = 3
+    RANK_CANNOT_SPLIT = 4
+    NOT_PROFITABLE = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What all ranks do in this step. Token counts are per rank; `num_tokens_max` is what each counts when padded.
+
+    bounds: where the padded tokens are cut, the last one `num_tokens_max`; one entry: the step is not split.
+    uniform_query: tokens per request if every working rank is a decode of this length, else 0.
+    """
+
+    step: int
+    reason: Reason
+    bounds: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    num_tokens_max: int
+    num_requests_max: int
+    graph_mode: int
+    uniform_query: int
+    skip_drafts: bool
+    any_decodes: bool
+    is_idle: bool  # nobody has anything to run now
+    is_finished: bool  # nobody has a request left
+    failed: tuple[int, int] | None  # (rank, code) of a rank whose last step failed
+
+    @property
+    def num_ubatches(self) -> int:
+        return len(self.bounds)
+
+
+def facts(
+    batch: Batch, *, step: int, digest: int, num_unfinished: int, refusal: Reason | None = None, failure: int = 0
+) -> list[int]:
+    """This rank's column for `batch`. `refusal`: why this rank cannot split, if so. `failure`: code of its last step.
+
+    ARRIVAL_US is filled when the column is sent.
+    """
+    column = [0] * NUM_ROWS
+    requests = batch.requests
+    decodes_only = bool(requests) and batch.num_prefill_tokens == 0
+    longest = max((r.num_tokens for r in requests), default=-1)
+    uniform = decodes_only and all(r.num_tokens == longest for r in requests)
+    column[Row.TOKENS] = batch.num_tokens
+    column[Row.UNIFORM_QUERY] = longest if uniform else 0
+    column[Row.MAX_QUERY] = longest
+    column[Row.MAY_SPLIT] = 1 if refusal is None or not requests else -int(refusal)
+    column[Row.REQUESTS] = len(requests)
+    column[Row.SKIP_DRAFTS] = 1
+    column[Row.CONTEXT_TOKENS] = min(sum(r.start + r.num_tokens for r in requests), INT32_MAX)
+    column[Row.STEP] = step & INT32_MAX
+    column[Row.DIGEST] = digest
+    column[Row.ABORT] = failure
+    column[Row.UNFINISHED] = num_unfinished
+    return column
+
+
+def decide(table: Table, policy: OverlapConfig) -> StepPlan:
+    """The plan every rank derives from the same `table` (one column per rank).
+
+    Raises:
+        StepDesync: ranks are at different steps or run different configurations; names the odd rank out.
+    """
+    _check_same(table, Row.STEP, "step")
+    _check_same(table, Row.DIGEST, "configuration digest")
+    tokens = tuple(column[Row.TOKENS] for column in table)
+    working = [column for column in table if column[Row.TOKENS] > 0]
+    most = max(tokens)
+    uniform = {column[Row.UNIFORM_QUERY] for column in working}
+    uniform_query = uniform.pop() if len(uniform) == 1 else 0
+    reason = _reason(working, uniform_query, policy)
+    split = reason is Reason.SPLIT
+    return StepPlan(
+        step=table[0][Row.STEP],
+        reason=reason,
+        bounds=equal_bounds(most, policy.num_ubatches) if split else (most,),
+        num_tokens=tokens,
+        num_tokens_max=most,
+        num_requests_max=max(column[Row.REQUESTS] for column in table),
+        graph_mode=min(column[Row.GRAPH_MODE] for column in table),
+        uniform_query=uniform_query,
+        skip_drafts=all(column[Row.SKIP_DRAFTS] for column in table),
+        any_decodes=any(column[Row.UNIFORM_QUERY] > 0 for column in working),
+        is_idle=most == 0,
+        is_finished=all(column[Row.UNFINISHED] == 0 for column in table),
+        failed=next(((rank, c[Row.ABORT]) for rank, c in enumerate(table) if c[Row.ABORT]), None),
+    )
+
+
+def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) -> Reason:
+    """SPLIT, or the lowest code of all refusals. Ranks without work neither veto nor count for the threshold."""
+    if policy.num_ubatches < 2 or not working:
+        return Reason.DISABLED
+    refusals = [Reason(-column[Row.MAY_SPLIT]) for column in working if column[Row.MAY_SPLIT] != 1]
+    threshold = policy.decode_token_threshold if uniform_query else policy.prefill_token_threshold
+    if not policy.force_split and any(column[Row.TOKENS] < threshold for column in working):
+        refusals.append(Reason.BELOW_THRESHOLD)
+    return min(refusals, default=Reason.SPLIT)
+
+
+def _check_same(table: Table, row: Row, what: str) -> None:
+    values = [column[row] for column in table]
+    if len(set(values)) == 1:
+        return
+    common = max(values, key=values.count)
+    odd = next(rank for rank, value in enumerate(values) if value != common)
+    raise StepDesync(f"rank {odd} has {what} {values[odd]} where the others have {common}")

@@ -1,0 +1,218 @@
+"""Turns: of n ubatches one runs at a time, and hands the baton to the next. Knows nothing of tensors or streams.
+
+Two executors behind one interface. Threads: a worker per ubatch, kept between steps. Greenlets: all ubatches on the
+caller's own thread, a hand-over is a switch of stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import greenlet
+
+from hocket.errors import BatonTimeout
+from hocket.ubatch.lanes import Setup
+
+Body = Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a body returned, or what it raised."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Baton(ABC):
+    """Runs bodies so that exactly one is running at any time; body 0 first, then in order round and round.
+
+    `size`: how many bodies at most. `timeout_s`: how long one may hold the baton.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self._alive: list[bool] = []
+
+    @abstractmethod
+    def run(self, bodies: Sequence[Body]) -> list[Outcome]:
+        """Run all bodies to their ends; outcomes by index, whatever the order in which they end.
+
+        Raises:
+            BatonTimeout: one did not hand over in time; names it. The baton cannot be used any more.
+        """
+
+    @abstractmethod
+    def hand_over(self, idx: int) -> None:
+        """Called by the running body `idx`: let the next unfinished one run, return when it is this one's turn."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is kept between steps."""
+
+    def following(self, idx: int) -> int:
+        """The next unfinished body after `idx`, itself if it is the only one, −1 if there is none."""
+        size = len(self._alive)
+        for step in range(1, size + 1):
+            candidate = (idx + step) % size
+            if self._alive[candidate]:
+                return candidate
+        return -1
+
+
+class SoloBaton(Baton):
+    """One body, on the caller's thread: there is nobody to hand over to."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0.0)
+        self._alive = [True]
+
+    def run(self, bodies: Sequence[Body]) -> list[Outcome]:
+        (body,) = bodies
+        try:
+            return [Outcome(value=body())]
+        except Exception as error:
+            return [Outcome(error=error)]
+
+    def hand_over(self, idx: int) -> None:
+        """It is always this one's turn."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+class ThreadBaton(Baton):
+    """One persistent thread per ubatch. `setup` is entered once by each thread (device, inference mode)."""
+
+    def __init__(self, size: int, timeout_s: float, setup: Setup = contextlib.nullcontext) -> None:
+        super().__init__(size, timeout_s)
+        self._jobs: list[SimpleQueue[Body | None]] = [SimpleQueue() for _ in range(size)]
+        self._turns = [threading.Lock() for _ in range(size)]  # held: not this one's turn
+        self._ready = threading.Semaphore(0)
+        self._done = threading.Lock()
+        for lock in (*self._turns, self._done):
+            lock.acquire()
+        self._outcomes: list[Outcome] = []
+        self._holder = 0
+        self._moves = 0  # hand-overs so far: a wait that sees it move goes on waiting
+        self._threads = [
+            threading.Thread(target=self._work, args=(idx, setup), name=f"ubatch-{idx}", daemon=True)
+            for idx in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, idx: int, setup: Setup) -> None:
+        with setup():
+            while (body := self._jobs[idx].get()) is not None:
+                self._ready.release()
+                outcome = Outcome()
+                try:
+                    self._wait(self._turns[idx])
+                    outcome.value = body()
+                except BaseException as error:
+                    outcome.error = error
+                self._outcomes[idx] = outcome
+                del body, outcome
+                self._leave(idx)
+
+    def run(self, bodies: Sequence[Body]) -> list[Outcome]:
+        count = len(bodies)
+        self._alive = [True] * count
+        self._outcomes = [Outcome() for _ in bodies]
+        for idx, body in enumerate(bodies):
+            self._jobs[idx].put(body)
+        for _ in bodies:  # all are there before the first one runs
+            if not self._ready.acquire(timeout=self.timeout_s):
+                raise BatonTimeout(f"a ubatch worker did not start within {self.timeout_s:g} s")
+        self._give(0)
+        self._wait(self._done)
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _give(self, idx: int) -> None:
+        self._holder = idx
+        self._moves += 1
+        self._turns[idx].release()
+
+    def _wait(self, lock: threading.Lock) -> None:
+        """Wait as long as the baton moves; a step of many hand-overs may take longer than one may keep it."""
+        seen = self._moves
+        while not lock.acquire(timeout=self.timeout_s):
+            if self._moves == seen:
+                raise BatonTimeout(f"ubatch {self._holder} has held the baton for {self.timeout_s:g} s")
+            seen = self._moves
+
+    def hand_over(self, idx: int) -> None:
+        after = self.following(idx)
+        if after == idx:
+            return
+        self._give(after)
+        self._wait(self._turns[idx])
+
+    def _leave(self, idx: int) -> None:
+        self._alive[idx] = False
+        after = self.following(idx)
+        if after < 0:
+            self._done.release()
+        else:
+            self._give(after)
+
+    def close(self) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join(self.timeout_s)
+
+
+class GreenletBaton(Baton):
+    """All bodies on the thread that calls `run`. A body that never hands over cannot be timed out from inside.
+
+    `save` is called before a switch and returns what puts the thread's state (grad mode and the like) back after it.
+    """
+
+    def __init__(self, size: int, timeout_s: float, save: Callable[[], Callable[[], None]] | None = None) -> None:
+        super().__init__(size, timeout_s)
+        self._greenlets: list[greenlet.greenlet] = []
+        self._save = save
+
+    def run(self, bodies: Sequence[Body]) -> list[Outcome]:
+        outcomes = [Outcome() for _ in bodies]
+        self._alive = [True] * len(bodies)
+        self._greenlets = [
+            greenlet.greenlet(lambda body=body, idx=idx: self._work(body, idx, outcomes[idx]))
+            for idx, body in enumerate(bodies)
+        ]
+        after = 0
+        while after >= 0:
+            ended = self._greenlets[after].switch()  # comes back when a body ends
+            after = self.following(ended)
+        self._greenlets = []
+        return outcomes
+
+    def _work(self, body: Body, idx: int, outcome: Outcome) -> int:
+        try:
+            outcome.value = body()
+        except BaseException as error:
+            outcome.error = error
+        self._alive[idx] = False
+        return idx
+
+    def hand_over(self, idx: int) -> None:
+        after = self.following(idx)
+        if after == idx:
+            return
+        restore = self._save() if self._save is not None else None
+        self._greenlets[after].switch()
+        if restore is not None:
+            restore()
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,84 @@
+"""What a layer may call while ubatches alternate; all of it does nothing special when they do not.
+
+A ubatch's context is found through a ContextVar, which threads and greenlets each have their own of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from hocket.ubatch.baton import Baton
+from hocket.ubatch.lanes import Done, Lane, Pending, Work
+
+Hook = Callable[[], None]
+
+
+@dataclass(eq=False)
+class UBatchContext:
+    """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
+
+    layers_done: sparse layers whose collectives are over; after a failure the rest still have to take place.
+    comm_ns: time that transfers took, from the start of the send to the end of the receive. exposed_ns: the part of it
+    that compute stood still for.
+    """
+
+    idx: int
+    baton: Baton
+    lane: Lane
+    peers: list[UBatchContext] = field(repr=False)
+    hooks: deque[Hook] = field(default_factory=deque)
+    layers_done: int = 0
+    comm_ns: int = 0
+    exposed_ns: int = 0
+
+    def run_hooks(self) -> None:
+        """Run what other ubatches left for this one, oldest first."""
+        while self.hooks:
+            self.hooks.popleft()()
+
+
+_current: ContextVar[UBatchContext | None] = ContextVar("ubatch", default=None)
+
+
+def current() -> UBatchContext | None:
+    """The context of the ubatch that calls, None without overlap."""
+    return _current.get()
+
+
+def enter(context: UBatchContext | None) -> None:
+    """Make `context` that of the calling thread or greenlet; None: no ubatch."""
+    _current.set(context)
+
+
+def layer_done() -> None:
+    """A sparse layer's collectives are over."""
+    context = _current.get()
+    if context is not None:
+        context.layers_done += 1
+
+
+def launch_of(context: UBatchContext | None, work: Work, name: str) -> Pending:
+    """Run `work` on the comm lane behind what the ubatch has computed so far; without overlap run it now."""
+    if context is None:
+        return Done(work)
+    return context.lane.launch(work, f"ub{context.idx} {name}")
+
+
+def hand_over(receive: Hook | None = None) -> None:
+    """Let the next ubatch run, and come back when it is this one's turn. Without overlap: run `receive` and go on.
+
+    `receive`, the second half of a transfer, is run by the next ubatch just before its own next transfer or before it
+    ends; where no other ubatch is left it runs at once.
+    """
+    context = _current.get()
+    following = -1 if context is None else context.baton.following(context.idx)
+    if context is None or following == context.idx:
+        if receive is not None:
+            receive()
+        return
+    if receive is not None:
+        context.peers[following].hooks.append(receive)
+    context.baton.hand_over(context.idx)

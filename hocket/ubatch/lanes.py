@@ -1,0 +1,133 @@
+"""The comm lane: where transfers run, in order, beside the compute of the caller. Knows nothing of what they move.
+
+On a CPU the lane is one worker thread and an event is a future; without overlap work runs inline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from hocket.errors import BatonTimeout
+
+Work = Callable[[], None]
+Setup = Callable[[], contextlib.AbstractContextManager[Any]]
+"""What a thread enters before it works: the device, inference mode."""
+
+
+class Pending(ABC):
+    """A piece of work on a lane; started_ns and stopped_ns are known once it has run (time.perf_counter_ns)."""
+
+    started_ns = 0
+    stopped_ns = 0
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the caller's compute wait for it. Raises what the work raised."""
+
+
+class Done(Pending):
+    """Work that has already run, in the caller."""
+
+    def __init__(self, work: Work) -> None:
+        self.started_ns = time.perf_counter_ns()
+        work()
+        self.stopped_ns = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        return None
+
+
+class Lane(ABC):
+    """Runs work in the order it was launched."""
+
+    @abstractmethod
+    def launch(self, work: Work, name: str) -> Pending:
+        """Queue `work` behind all that was launched before; `name` is for traces and errors."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class InlineLane(Lane):
+    """No lane of its own: work runs at once, in the caller."""
+
+    def launch(self, work: Work, name: str) -> Pending:
+        return Done(work)
+
+    def close(self) -> None:
+        return None
+
+
+class _Job(Pending):
+    def __init__(self, work: Work, name: str, limit_s: float) -> None:
+        self.work = work
+        self.name = name
+        self._error: BaseException | None = None
+        self._limit_s = limit_s
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def run(self, broken: BaseException | None) -> BaseException | None:
+        """Run unless the lane is `broken`; returns what broke it, now or before."""
+        self.started_ns = time.perf_counter_ns()
+        self._error = broken
+        if broken is None:
+            try:
+                self.work()
+            except BaseException as error:
+                self._error = error
+        self.stopped_ns = time.perf_counter_ns()
+        self._done.release()
+        return self._error
+
+    def wait(self) -> None:
+        if not self._done.acquire(timeout=self._limit_s):
+            raise BatonTimeout(f"{self.name} did not end on the comm lane within {self._limit_s:g} s")
+        self._done.release()  # may be waited for again
+        if self._error is not None:
+            raise self._error
+
+
+class WorkerLane(Lane):
+    """One daemon thread. The work must release the GIL while it waits (collectives and sleeps do).
+
+    After a failure the lane is broken: what is launched later fails at once in the same way, so that nobody waits for
+    a collective whose peers have gone.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        setup: Setup = contextlib.nullcontext,
+        on_done: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._setup = setup
+        self._on_done = on_done
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="comm-lane", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        broken: BaseException | None = None
+        with self._setup():
+            while (job := self._jobs.get()) is not None:
+                broken = job.run(broken)
+                if self._on_done is not None:
+                    self._on_done(job.name, job.started_ns, job.stopped_ns)
+                del job
+
+    def launch(self, work: Work, name: str) -> Pending:
+        job = _Job(work, name, self._timeout_s)
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(self._timeout_s)
