@@ -1,0 +1,134 @@
+"""What the front and the ranks say to each other. Typed, encoded with msgpack; nothing is ever unpickled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from hocket.config.engine import EngineConfig
+from hocket.outputs import TokenOutput
+from hocket.request import EngineRequest, FinishReason
+
+KEY_MARK = "?key="
+"""Between the endpoint and the public key in the address of an encrypted front."""
+
+
+class ToRank(msgspec.Struct, tag=True):
+    """Base of what the front sends."""
+
+
+class Configure(ToRank):
+    """Build an engine (in place of the one there was)."""
+
+    config: EngineConfig
+
+
+class AddRequests(ToRank):
+    requests: list[EngineRequest]
+
+
+class Abort(ToRank):
+    """End requests. `reason` is what the user sees: "stop" where the front found a stop string."""
+
+    request_ids: list[str]
+    reason: FinishReason = "abort"
+
+
+class Wake(ToRank):
+    """Start stepping: some rank has work. `wave` counts the times that all ranks went to sleep."""
+
+    wave: int
+
+
+class GetStats(ToRank):
+    """Ask for a Stats message; `reset` starts the counters anew."""
+
+    reset: bool = False
+
+
+class Shutdown(ToRank):
+    """End the process."""
+
+
+class FromRank(msgspec.Struct, tag=True):
+    """Base of what a rank sends."""
+
+    rank: int
+
+
+class Hello(FromRank):
+    """The process runs and is about to join its group."""
+
+    pid: int
+
+
+class Progress(FromRank):
+    """How far a long start-up phase has come."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(FromRank):
+    """The engine is built. `info`: what the start-up summary prints."""
+
+    info: dict[str, Any]
+
+
+class StepOutputs(FromRank):
+    """What a step gave; sent only when there is something to say."""
+
+    outputs: list[TokenOutput]
+
+
+class StepFailed(FromRank):
+    """A step's results were worthless; the requests ended. is_cause: it failed on this rank."""
+
+    message: str
+    is_cause: bool
+    request_ids: list[str]
+
+
+class NeedWake(FromRank):
+    """This rank has work but all ranks went to sleep after wave `wave - 1`."""
+
+    wave: int
+
+
+class Stats(FromRank):
+    """Step counters since the start or the last reset."""
+
+    stats: dict[str, Any]
+
+
+class Failed(FromRank):
+    """This rank ends. `kind` is the error's class name, `message` one line for the user."""
+
+    kind: str
+    message: str
+    details: str
+
+
+RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Failed
+FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | Shutdown
+
+_encoder = msgspec.msgpack.Encoder()
+_front_decoder = msgspec.msgpack.Decoder(FrontMessage)
+_rank_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def encode(message: ToRank | FromRank) -> bytes:
+    """The message as msgpack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_for_rank(raw: bytes) -> FrontMessage:
+    """A message from the front; raises msgspec.DecodeError on anything else."""
+    return _front_decoder.decode(raw)
+
+
+def decode_for_front(raw: bytes) -> RankMessage:
+    """A message from a rank; raises msgspec.DecodeError on anything else."""
+    return _rank_decoder.decode(raw)

@@ -1,0 +1,178 @@
+"""The front's view of a running engine: adds requests to ranks, turns what they report into results. Torch-free.
+
+Knows which rank has which request; knows nothing of how ranks work or of how results are shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hocket.channel.messages import Abort, AddRequests, GetStats, RankMessage, Stats, StepFailed, StepOutputs
+from hocket.config.engine import EngineConfig
+from hocket.dist.launcher import RankGroup
+from hocket.errors import ConfigError, RankLost, UBatchFailed
+from hocket.outputs import RequestOutput
+from hocket.processor import Processor
+from hocket.request import EngineRequest, FinishReason, SamplingParams
+
+_SILENCE_GRACE_S = 5.0
+_CHECK_SILENCE_S = 0.5
+
+
+@dataclass
+class RankLoad:
+    """What a rank still has to do."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    busy_since: float = 0.0
+
+
+class EngineClient:
+    """Requests in, RequestOutputs out, over a configured RankGroup."""
+
+    def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
+        self.config = config
+        self.group = group
+        self.processor = processor
+        self._loads = [RankLoad() for _ in group.ranks]
+        self._silence_checked_at = 0.0
+        self._rank_of: dict[str, tuple[int, int]] = {}  # engine request id → rank, tokens it was counted with
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._rank_of)
+
+    def add(self, request_id: str, prompt: Any, params: SamplingParams | None = None, rank: int | None = None) -> None:
+        """Queue one prompt, on `rank` or on the one with the least to do.
+
+        Raises:
+            ConfigError, CapacityError: the prompt or the parameters cannot be served.
+        """
+        self.add_many([(request_id, prompt, params, rank)])
+
+    def add_many(self, items: Sequence[tuple[str, Any, SamplingParams | None, int | None]]) -> None:
+        """Queue several prompts so that each rank learns of its share at once; all or none."""
+        made: list[tuple[EngineRequest, int | None]] = []
+        added: list[str] = []
+        try:
+            for request_id, prompt, params, rank in items:
+                self._check_rank(rank)
+                made += [(request, rank) for request in self.processor.add(request_id, prompt, params)]
+                added.append(request_id)
+            by_rank: dict[int, list[EngineRequest]] = {}
+            for request, rank in made:
+                by_rank.setdefault(self._assign(request, rank), []).append(request)
+            for to_rank, requests in by_rank.items():
+                self.group.send(to_rank, AddRequests(requests=requests))
+        except BaseException:
+            self.abort(added)
+            raise
+
+    def _check_rank(self, rank: int | None) -> None:
+        wrong_type = not isinstance(rank, int) or isinstance(rank, bool)
+        if rank is not None and (wrong_type or rank not in self.group.ranks):
+            raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
+
+    def _assign(self, request: EngineRequest, rank: int | None) -> int:
+        """The rank for a request: fewest requests, then fewest tokens."""
+        if rank is None:
+            rank = min(self.group.ranks, key=lambda r: (self._loads[r].num_requests, self._loads[r].num_tokens))
+        tokens = len(request.prompt_token_ids) + request.max_tokens
+        load = self._loads[rank]
+        if load.num_requests == 0:
+            load.busy_since = time.monotonic()
+        load.num_requests += 1
+        load.num_tokens += tokens
+        self._rank_of[request.request_id] = (rank, tokens)
+        return rank
+
+    def _ended(self, engine_request_id: str) -> None:
+        entry = self._rank_of.pop(engine_request_id, None)
+        if entry is not None:
+            self._loads[entry[0]].num_requests -= 1
+            self._loads[entry[0]].num_tokens -= entry[1]
+
+    def poll(self, timeout_s: float) -> list[RequestOutput]:
+        """Results that changed, each as it is now; waits up to `timeout_s` for the first.
+
+        Raises:
+            HocketError: a rank failed, ended or fell silent; every request is lost then.
+        """
+        messages = self.group.receive(timeout_s)
+        now = time.monotonic()
+        if now > self._silence_checked_at + _CHECK_SILENCE_S:
+            self._silence_checked_at = now
+            self._check_silence(now)
+        return self._process(messages)
+
+    def _process(self, messages: Iterable[RankMessage]) -> list[RequestOutput]:
+        changed: dict[str, RequestOutput] = {}
+        failed: list[StepFailed] = []
+        for message in messages:
+            if isinstance(message, StepFailed):
+                failed.append(message)
+            if not isinstance(message, StepOutputs):
+                continue
+            for output in message.outputs:
+                result = self.processor.process(output)
+                if output.finish_reason is not None:
+                    self._ended(output.request_id)
+                if result is not None:
+                    changed[result.request_id] = result
+        self._tell_ended(self.processor.take_aborts(), "stop")
+        if failed:
+            self._fail(failed)
+        return list(changed.values())
+
+    def _fail(self, failed: list[StepFailed]) -> None:
+        """Drop the requests of a failed step and raise its cause, which its rank reports before the others do."""
+        for message in failed:
+            for engine_id in message.request_ids:
+                self._ended(engine_id)
+                self.processor.drop(engine_id)
+        cause = next((message for message in failed if message.is_cause), None)
+        if cause is not None:
+            raise UBatchFailed(cause.message)
+
+    def _check_silence(self, now: float) -> None:
+        limit = self.config.step_timeout_s + _SILENCE_GRACE_S
+        for rank, load in enumerate(self._loads):
+            if load.num_requests and now - max(self.group.last_heard[rank], load.busy_since) > limit:
+                self.group.kill()
+                raise RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; their RequestOutputs finish with the reason "abort". Unknown ids are ignored."""
+        engine_ids = [engine_id for request_id in request_ids for engine_id in self.processor.abort(request_id)]
+        self._tell_ended(engine_ids, "abort")
+
+    def _tell_ended(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
+        by_rank: dict[int, list[str]] = {}
+        for engine_id in engine_ids:
+            if engine_id in self._rank_of:
+                by_rank.setdefault(self._rank_of[engine_id][0], []).append(engine_id)
+                self._ended(engine_id)
+        for rank, ids in by_rank.items():
+            self.group.send(rank, Abort(request_ids=ids, reason=reason))
+
+    def num_requests_per_rank(self) -> list[int]:
+        """Unfinished requests of each rank."""
+        return [load.num_requests for load in self._loads]
+
+    def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
+        """Step counters of every rank, by rank; call it while nothing is being generated."""
+        self.group.broadcast(GetStats(reset=reset))
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + self.config.step_timeout_s + _SILENCE_GRACE_S
+        while len(found) < self.group.world_size:
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)
+                raise RankLost(f"rank {missing} did not report its counters")
+            messages = self.group.receive(0.1)
+            found |= {m.rank: m.stats for m in messages if isinstance(m, Stats)}
+            self._process(messages)
+        return [found[rank] for rank in self.group.ranks]

@@ -1,0 +1,280 @@
+"""Starts the rank processes, watches them, and speaks to them. Knows nothing of prompts or models; torch-free.
+
+On one host the ranks are spawned here. Under `torchrun` this runs in rank 0's process, which starts rank 0's worker;
+the other ranks are torchrun's and find the front through the group's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hocket import errors
+from hocket.channel.front import FrontChannel
+from hocket.channel.messages import (
+    Configure,
+    Failed,
+    Hello,
+    NeedWake,
+    Progress,
+    RankMessage,
+    Ready,
+    Shutdown,
+    ToRank,
+    Wake,
+)
+from hocket.config.engine import EngineConfig
+from hocket.errors import HocketError, RankLost
+
+OnProgress = Callable[[str, int, int], None]
+_POLL_S = 0.1
+_CHECK_S = 0.2
+_GATHER_CAUSES_S = 1.0
+_CLOSE_S = 5.0
+_MAX_SOCKET_FOLDER = 70
+
+
+def under_torchrun() -> bool:
+    """Whether `torchrun` (or another launcher with its environment) started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+class RankGroup:
+    """`world_size` rank processes and the channel to them.
+
+    Every failure of a rank raises, from whatever call notices it, the first cause's error, after all processes ended.
+    """
+
+    def __init__(self, world_size: int, startup_timeout_s: float) -> None:
+        self.world_size = world_size
+        self.ranks = range(world_size)
+        self._startup_timeout_s = startup_timeout_s
+        self._folder = _private_folder()
+        self._channel = FrontChannel(_bind_address(self._folder))
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._waves_announced = 0
+        self.last_heard = dict.fromkeys(self.ranks, 0.0)
+        self.pids: dict[int, int] = {}
+        self.closed = False
+        self._checked_at = 0.0
+
+    @classmethod
+    def start(cls, world_size: int, startup_timeout_s: float) -> RankGroup:
+        """Start all ranks and wait until each has joined.
+
+        Raises:
+            RankLost: a rank did not start within the limit, or died; names it.
+        """
+        group = cls(world_size, startup_timeout_s)
+        try:
+            spawned = [0] if under_torchrun() else group.ranks
+            for rank in spawned:
+                group._spawn(rank)
+            group._wait_for(Hello, startup_timeout_s, "start")
+        except BaseException:
+            group.kill()
+            raise
+        return group
+
+    def _spawn(self, rank: int) -> None:
+        # -P: what lies in the current directory must not be taken for a module.
+        command = [sys.executable, "-P", "-m", "hocket.rank", "--rank", str(rank), "--world-size", str(self.world_size)]
+        command += ["--address", self._channel.address, "--startup-timeout", str(self._startup_timeout_s)]
+        if not under_torchrun():
+            command += ["--store", f"{self._folder}/store"]
+        # A session of its own: Ctrl-C in the terminal is for the front, which decides what becomes of the ranks.
+        self._processes[rank] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=_rank_environment(), start_new_session=True
+        )
+
+    def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
+        """Build the engine on every rank; returns each rank's start-up facts, by rank."""
+        self.broadcast(Configure(config=config))
+        ready = self._wait_for(Ready, config.startup_timeout_s, "become ready", on_progress)
+        return [ready[rank].info for rank in self.ranks]
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Send to one rank. Raises RankLost where it has gone."""
+        self._send([rank], message)
+
+    def broadcast(self, message: ToRank) -> None:
+        """Send to all ranks. Raises RankLost where one has gone."""
+        self._send(self.ranks, message)
+
+    def _send(self, ranks: Iterable[int], message: ToRank) -> None:
+        try:
+            self._channel.send(ranks, message)
+        except RankLost:
+            self._check_processes()  # knows more about why
+            self.kill()
+            raise
+
+    def receive(self, timeout_s: float) -> list[RankMessage]:
+        """Messages of the ranks; waits up to `timeout_s` for the first. Wake requests are answered here.
+
+        Raises:
+            HocketError: a rank failed or its process ended; the group is gone then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            wait = max(min(_POLL_S, deadline - time.monotonic()), 0.0)
+            kept = self._sort(self._channel.receive(wait))
+            now = time.monotonic()
+            if now > self._checked_at + _CHECK_S:  # also while other ranks go on talking
+                self._checked_at = now
+                self._check_processes()
+            if kept or now >= deadline:
+                return kept
+
+    def _sort(self, messages: list[RankMessage]) -> list[RankMessage]:
+        """Handle what concerns the group itself; return the rest."""
+        kept: list[RankMessage] = []
+        now = time.monotonic()
+        for message in messages:
+            self.last_heard[message.rank] = now
+            if isinstance(message, NeedWake):
+                if message.wave > self._waves_announced:
+                    self._waves_announced = message.wave
+                    self.broadcast(Wake(wave=message.wave))
+            elif isinstance(message, Failed):
+                self._fail(message)
+            else:
+                kept.append(message)
+        return kept
+
+    def _wait_for(
+        self, kind: type[Hello] | type[Ready], timeout_s: float, verb: str, on_progress: OnProgress | None = None
+    ) -> dict[int, Any]:
+        deadline = time.monotonic() + timeout_s
+        seen: dict[int, Any] = {}
+        while len(seen) < self.world_size:
+            if time.monotonic() > deadline:
+                missing = _listed(set(self.ranks) - seen.keys())
+                self.kill()
+                raise RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
+            for message in self.receive(_POLL_S):
+                if isinstance(message, kind):
+                    seen[message.rank] = message
+                    if isinstance(message, Hello):
+                        self.pids[message.rank] = message.pid
+                elif isinstance(message, Progress):
+                    deadline = time.monotonic() + timeout_s  # loading a large model may take longer, while it moves
+                    if on_progress is not None and message.rank == 0:
+                        on_progress(message.phase, message.done, message.total)
+        return seen
+
+    def _check_processes(self) -> None:
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is None:
+                continue
+            for message in self._channel.receive(_POLL_S):  # its last words may still be on the way
+                if isinstance(message, Failed):
+                    self._fail(message)
+            self.kill()
+            raise RankLost(f"rank {rank} ended unexpectedly ({_how_ended(code)})")
+
+    def _fail(self, first: Failed) -> None:
+        """Name the first cause: an error of its own counts before one that only saw another rank go."""
+        reports = [first]
+        deadline = time.monotonic() + _GATHER_CAUSES_S
+        while first.kind == RankLost.__name__ and len(reports) < self.world_size and time.monotonic() < deadline:
+            reports += [m for m in self._channel.receive(_POLL_S) if isinstance(m, Failed)]
+        cause = next((report for report in reports if report.kind != RankLost.__name__), first)
+        lost = self._name_lost(reports) if cause.kind == RankLost.__name__ else ""
+        self.kill()
+        if lost:
+            raise RankLost(f"{lost}; first noticed by rank {cause.rank}: {cause.message}")
+        error = errors.revive(cause.kind, cause.message)
+        error.add_note(f"on rank {cause.rank}:\n{cause.details}")
+        raise error
+
+    def _name_lost(self, reports: list[Failed]) -> str:
+        """The rank that others lost: one that was killed, else those that say nothing (a collective names nobody)."""
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code is not None and code < 0:
+                return f"rank {rank} ended unexpectedly ({_how_ended(code)})"
+        silent = set(self.ranks) - {report.rank for report in reports}
+        return f"rank {_listed(silent)} stopped answering" if silent else ""
+
+    def close(self) -> None:
+        """Ask every rank to end, wait, and kill what is left."""
+        if self.closed:
+            return
+        try:
+            with contextlib.suppress(HocketError):
+                self._channel.send(self.ranks, Shutdown())
+            deadline = time.monotonic() + _CLOSE_S
+            for process in self._processes.values():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.01))
+        finally:  # also when Ctrl-C comes a second time
+            self.kill()
+
+    def kill(self) -> None:
+        """End every process at once and remove the sockets."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            _end(self._processes.values())
+            self._channel.close()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> str:
+    """A folder that only this user reaches (mode 0700), with a path short enough for sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="hocket-", dir=base if len(base) < _MAX_SOCKET_FOLDER else "/tmp")
+
+
+def _rank_environment() -> dict[str, str]:
+    """This process's, and what makes ranks import the same code, also from a checkout that is not installed.
+
+    OpenMP's threads must not spin while they wait: where cores are shared, decodes were 25 to 50 times slower.
+    """
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return env
+
+
+def _how_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    return f"killed by signal {-exit_code}: {signal.strsignal(-exit_code)}"
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
+def _bind_address(folder: str) -> str:
+    """Inside one host a socket file; where torchrun spans hosts, TCP on the address the others know."""
+    if under_torchrun() and os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return f"tcp://{socket.gethostbyname(os.environ['MASTER_ADDR'])}:*"
+    return f"ipc://{folder}/front"
+
+
+def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()

@@ -1,0 +1,220 @@
+"""The process of one rank: joins the group, takes orders from the front, steps the engine. Knows no tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict
+
+import torch
+
+from hocket.channel.messages import (
+    Abort,
+    AddRequests,
+    Configure,
+    Failed,
+    FrontMessage,
+    GetStats,
+    Hello,
+    NeedWake,
+    Progress,
+    Ready,
+    Shutdown,
+    Stats,
+    StepFailed,
+    StepOutputs,
+    Wake,
+)
+from hocket.channel.rank import RankChannel
+from hocket.config.engine import EngineConfig
+from hocket.dist.world import Place, World
+from hocket.engine import Engine
+from hocket.envs import set_up_logging
+from hocket.errors import HocketError, RankLost
+
+logger = logging.getLogger(__name__)
+_FRONT_KEY = "front"
+_SIGN_OF_LIFE_S = 1.0
+"""A stepping rank says something at least this often (long prefills have no outputs for many steps)."""
+
+
+class RankProcess:
+    """Takes messages and steps the engine until it is told to stop."""
+
+    def __init__(self, channel: RankChannel, world: World) -> None:
+        self.channel = channel
+        self.world = world
+        self.rank = world.place.rank
+        self.engine: Engine | None = None
+        self.lock_step = False
+        self.running = True
+        self._wave = 1  # the wave this rank is in, or sleeps before
+        self._woken_wave = 0  # the latest the front has announced
+        self._asked_wave = 0
+        self._spoke_at = 0.0
+
+    def run(self) -> None:
+        """Serve until Shutdown. Raises what ends the rank."""
+        while self.running:
+            for message in self.channel.receive(block=self._sleeps()):
+                self._handle(message)
+            if self.running and self.engine is not None and not self._sleeps():
+                self._step(self.engine)
+
+    def _sleeps(self) -> bool:
+        if self.engine is None:
+            return True
+        if not self.lock_step:
+            return not self.engine.has_work
+        return self._woken_wave < self._wave
+
+    def _step(self, engine: Engine) -> None:
+        outputs, plan = engine.step()
+        now = time.monotonic()
+        if outputs or now > self._spoke_at + _SIGN_OF_LIFE_S:
+            self._spoke_at = now
+            self.channel.send(StepOutputs(rank=self.rank, outputs=outputs))
+        failure = engine.take_failure()
+        if failure is not None:
+            self.channel.send(
+                StepFailed(
+                    rank=self.rank,
+                    message=failure.message,
+                    is_cause=failure.is_cause,
+                    request_ids=failure.request_ids,
+                )
+            )
+        if self.lock_step and plan.is_finished:  # the same on all ranks: all go to sleep after this step
+            self._wave += 1
+            self._ask_wake(engine)
+
+    def _ask_wake(self, engine: Engine) -> None:
+        if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:
+            self._asked_wave = self._wave
+            self.channel.send(NeedWake(rank=self.rank, wave=self._wave))
+
+    def _drain(self) -> None:
+        """End this rank's requests and step with the others until all sleep: nobody may leave a wave early."""
+        if self.engine is not None:
+            self.engine.abort_all()
+            while not self._sleeps():
+                self._step(self.engine)
+            self.engine.close()
+            self.engine = None
+
+    def _handle(self, message: FrontMessage) -> None:
+        if isinstance(message, Configure):
+            self._drain()
+            self._configure(message.config)
+        elif isinstance(message, Shutdown):
+            self._drain()
+            self.running = False
+        elif self.engine is None:
+            raise HocketError(f"rank {self.rank} was sent {type(message).__name__} before it was configured")
+        elif isinstance(message, AddRequests):
+            self.engine.add(message.requests)
+            self._ask_wake(self.engine)
+        elif isinstance(message, Abort):
+            self.engine.abort(message.request_ids, message.reason)
+        elif isinstance(message, Wake):
+            self._woken_wave = max(self._woken_wave, message.wave)
+        elif isinstance(message, GetStats):
+            stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
+            self.channel.send(Stats(rank=self.rank, stats=stats))
+            if message.reset:
+                self.engine.stats.reset()
+
+    def _configure(self, config: EngineConfig) -> None:
+        self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early
+        self.lock_step = config.parallel.enable_expert_parallel
+        mesh = self.world.mesh(
+            expert_parallel=self.lock_step,
+            device=torch.device(config.device),
+            step_timeout_s=config.step_timeout_s,
+        )
+        exchange = self.world.exchange(
+            lock_step=self.lock_step, timeout_s=config.step_timeout_s, connect_timeout_s=config.startup_timeout_s
+        )
+        with torch.inference_mode():
+            self.engine = Engine(config, mesh, exchange, self._progress)
+        info = self.engine.runner.info()
+        logger.info("engine built: %s", info)
+        self.channel.send(Ready(rank=self.rank, info=info))
+
+    def _progress(self, phase: str, done: int, total: int) -> None:
+        self.channel.send(Progress(rank=self.rank, phase=phase, done=done, total=total))
+
+
+def serve(place: Place, address: str | None, startup_timeout_s: float) -> int:
+    """Join the group and serve the front; returns the exit code. A failure is reported before the process ends.
+
+    `address`: the front's; None under torchrun on other ranks than 0, which learn it from the group's store.
+    """
+    channel = RankChannel(address, place.rank) if address else None
+    try:
+        set_up_logging(f"hocket rank {place.rank}")
+        world = World(place, startup_timeout_s)
+        if place.store_path is None and address:
+            world.store.set(_FRONT_KEY, address)
+        channel = channel or RankChannel(world.store.get(_FRONT_KEY).decode(), place.rank)
+        channel.send(Hello(rank=place.rank, pid=os.getpid()))
+        world.join()
+        process = RankProcess(channel, world)
+        with torch.inference_mode():
+            process.run()
+        world.close()
+    except Exception as error:  # the one place where a rank's failure becomes a message
+        kind = type(error).__name__
+        line = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+        details = traceback.format_exc()
+        logger.debug("rank %d ends:\n%s", place.rank, details)
+        if channel is None:
+            print(f"rank {place.rank}: {line}", file=sys.stderr)
+        else:
+            channel.send(Failed(rank=place.rank, kind=kind, message=line.splitlines()[0], details=details))
+            channel.close()
+        # Peers may be inside a collective with this rank: leave without waiting for them.
+        os._exit(3 if isinstance(error, RankLost) else 1)
+    channel.close()
+    return 0
+
+
+def main() -> int:
+    """Entry of a spawned rank: `python -m hocket.rank --rank … --address …` (made by the launcher)."""
+    parser = argparse.ArgumentParser(description="one rank of a Hocket engine; started by the launcher")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--store", help="file of the group's store; without it torchrun's environment is used")
+    parser.add_argument("--startup-timeout", type=float, required=True)
+    args = parser.parse_args()
+    faulthandler.enable()
+    folder = os.path.dirname(args.store) if args.store and args.rank == 0 else None
+    threading.Thread(target=_end_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    place = Place.spawned(args.rank, args.world_size, args.store) if args.store else Place.from_torchrun()
+    return serve(place, args.address, args.startup_timeout)
+
+
+def join_torchrun(startup_timeout_s: float) -> int:
+    """Serve as the rank that torchrun made this process; returns when the front shuts down."""
+    return serve(Place.from_torchrun(), None, startup_timeout_s)
+
+
+def _end_with_parent(folder: str | None) -> None:
+    """The launcher holds the other end of standard input: when it is gone, so are we, and the `folder` it left."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
