@@ -1,0 +1,54 @@
+"""`hocket bench …`: the benchmarks' command line. The measuring itself is in `hocket.bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hocket.cli.options import engine_options
+from hocket.config.options import Options
+
+bench_app = typer.Typer(help="Measure. Every figure comes with its spread.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Measure. Every figure comes with its spread; the last line is JSON."""
+
+
+@bench_app.command()
+@engine_options()
+def throughput(
+    *,
+    options: Options,
+    num_prompts: Annotated[int, typer.Option(help="requests, over all ranks", min=1)] = 64,
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt", min=1)] = 64,
+    output_len: Annotated[int, typer.Option(help="tokens to generate per request", min=1)] = 64,
+    prompts_file: Annotated[
+        str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="measured runs, after one to warm up", min=1)] = 5,
+    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+) -> None:
+    """Offline throughput: requests/s, tokens/s, and where a step's time goes.
+
+    Example: hocket bench throughput --model tiny --data-parallel-size 2 --enable-expert-parallel
+    """
+    from hocket.bench.throughput import Workload, run
+
+    work = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, prompts_file=prompts_file)
+    run(options, work, repeats=repeats, output=output)
+
+
+@bench_app.command()
+def handover(
+    num_ubatches: Annotated[int, typer.Option(help="ubatches that take turns", min=2)] = 2,
+    num_hand_overs: Annotated[int, typer.Option(help="hand-overs of a run", min=2)] = 20_000,
+    repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
+    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+) -> None:
+    """What a hand-over between ubatches costs, with greenlets and with threads."""
+    from hocket.bench.handover import run
+
+    run(num_ubatches=num_ubatches, num_hand_overs=num_hand_overs, repeats=repeats, output=output)
