@@ -1,0 +1,39 @@
+"""Long-lived rank processes: one group per number of ranks, re-configured for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hocket.config.options import Options
+from hocket.dist.launcher import RankGroup
+from hocket.llm import LLM
+
+STEP_TIMEOUT_S = 20.0
+
+
+class Groups:
+    """Starts a group of n ranks when it is first asked for, and again when a test has ended it."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, RankGroup] = {}
+
+    def get(self, num_ranks: int) -> RankGroup:
+        group = self._groups.get(num_ranks)
+        if group is None or group.closed:
+            group = self._groups[num_ranks] = RankGroup.start(num_ranks, 120.0)
+        return group
+
+    @contextmanager
+    def llm(self, model: str | Path, num_ranks: int = 1, **options: Any) -> Iterator[LLM]:
+        """An LLM on running ranks; `options` as for LLM(...)."""
+        given = {"skip_tokenizer_init": True, "step_timeout": STEP_TIMEOUT_S, "enable_expert_parallel": True}
+        values = given | options | {"model": str(model), "data_parallel_size": num_ranks}
+        with LLM.from_options(Options.from_dict(values), group=self.get(num_ranks)) as llm:
+            yield llm
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()

@@ -1,0 +1,28 @@
+"""A small set of cells in which every pair of values of any two dimensions occurs (all-pairs testing)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Cell = dict[str, Any]
+
+
+def full_grid(dimensions: Mapping[str, Sequence[Any]], allowed: Callable[[Cell], bool]) -> list[Cell]:
+    """Every allowed combination."""
+    cells = (dict(zip(dimensions, values, strict=True)) for values in itertools.product(*dimensions.values()))
+    return [cell for cell in cells if allowed(cell)]
+
+
+def pairwise_cover(dimensions: Mapping[str, Sequence[Any]], allowed: Callable[[Cell], bool]) -> list[Cell]:
+    """Greedy: take the cell that covers most pairs not seen yet, until every pair that can occur has."""
+    cells = full_grid(dimensions, allowed)
+    pairs_of = [set(itertools.combinations(cell.items(), 2)) for cell in cells]
+    missing = set().union(*pairs_of)
+    chosen = []
+    while missing:
+        best = max(range(len(cells)), key=lambda i: len(pairs_of[i] & missing))
+        missing -= pairs_of[best]
+        chosen.append(cells[best])
+    return chosen
