@@ -56,7 +56,6 @@ class Engine:
         self._digest = config.digest
         self._step = 0
         self._peers_decode = False
-        self._channel_us = 0.0
         self._ended_at: float | None = None
         self._lock_step = mesh.ep_size > 1
         self._held: list[TokenOutput] = []

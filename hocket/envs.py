@@ -37,8 +37,6 @@ FORCE_SPLIT = Variable(
     meaning="over 1: split every step into so many ubatches, whatever the thresholds and also on one rank (for tests)",
 )
 
-ALL = (LOG_LEVEL, FORCE_SPLIT)
-
 
 def set_up_logging(who: str) -> None:
     """Log to standard error with `who` in front. Raises ConfigError for a level that does not exist."""
