@@ -119,7 +119,7 @@ class Engine:
         ubatches = self.runner.prepare(batch, plan)
         t3 = time.perf_counter()
         try:
-            logits, prompt_logits = self.runner.forward(ubatches, batch)
+            logits, prompt_logits = self.runner.forward(ubatches, batch, plan)
         except UBatchFailed as error:
             self._fail_here(batch, plan, error)
             return ready, plan

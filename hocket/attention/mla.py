@@ -17,6 +17,8 @@ from torch import Tensor
 from hocket.attention.plan import AttentionPlan, DecodePlan, PrefillTile
 from hocket.attention.sdpa import causal_attention, gather_rows
 from hocket.cache.storage import write_latent
+from hocket.trace import spans
+from hocket.trace.spans import Stage
 
 
 def paged_mla(query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
@@ -25,6 +27,7 @@ def paged_mla(query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: 
     query [T, H, N + P], its last P rotated; latent [T, L + P]; kv_b [H, N + V, L], the expansion of the latent;
     cache [blocks, block_size, L + P]. Returns [T, H · V], padding rows zero.
     """
+    spans.begin(Stage.ATTENTION)
     if plan.write_slots is not None:
         rows = plan.write_rows
         write_latent(cache, latent if rows is None else latent[rows], plan.write_slots)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hocket.attention.plan import AttentionPlan, DecodePlan, PrefillTile
 from hocket.cache.storage import write_kv
+from hocket.trace import spans
+from hocket.trace.spans import Stage
 
 
 def paged_attention(
@@ -19,6 +21,7 @@ def paged_attention(
 
     query [T, H, C]; key, value [T, G, C]; cache [2, blocks, block_size, G, C]. Returns [T, H · C], padding rows zero.
     """
+    spans.begin(Stage.ATTENTION)
     if plan.write_slots is not None:
         rows = plan.write_rows
         if rows is None:

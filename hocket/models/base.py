@@ -26,6 +26,8 @@ from hocket.models.weights import WeightSpec, mlp_specs, moe_specs, norm_spec, t
 from hocket.moe.base import TokenLayout
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
+from hocket.trace import spans
+from hocket.trace.spans import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan, layout: TokenLayout, cache: Tensor
     ) -> Tensor:
         """hidden [T, D] → [T, D]."""
+        spans.begin(Stage.QKV)
         hidden = hidden + self.attention(self.input_norm(hidden), rotation, plan, cache)
         x = self.post_attention_norm(hidden)
         out: Tensor = self.mlp(x, layout) if isinstance(self.mlp, MoELayer) else self.mlp(x)

@@ -5,15 +5,20 @@ Shapes: T rows (padded), D hidden, E experts, K top-k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from hocket.moe.base import DROPPED, TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
-from hocket.moe.transport.base import Transport
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.trace import spans
+from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
-from hocket.ubatch.transfer import Running
+from hocket.ubatch.transfer import Running, cannot_go_on
 
 
 class MoELayer(nn.Module):
@@ -36,25 +41,10 @@ class MoELayer(nn.Module):
             topk_ids = topk_ids.masked_fill(layout.is_padding[:, None], DROPPED)
         if self._load is not None:
             self._count(self._load, topk_ids)
-        dispatch = Running(self.transport.prepare(x, topk_ids, topk_weights, layout), "dispatch")
-        dispatch.hand_over()
-        sent = dispatch.finish()
-        failure: Exception | None = None
-        try:
-            expert_out = self.experts(sent.x, sent.local_ids, sent.weights)
-        except Exception as error:  # the other ranks wait for this layer's combine: send zeros, then fail
-            failure, expert_out = error, torch.zeros_like(sent.x)
-        combine = Running(self.transport.finalize(expert_out, sent.handle), "combine")
-        shared: Tensor | None = None
-        try:
-            shared = None if self.shared_experts is None else self.shared_experts(x)
-        except Exception as error:
-            failure = failure or error
-        combine.hand_over()
-        out = combine.finish()
-        ubatch.layer_done()
-        if failure is not None:
-            raise failure
+        call = _Call(self, x, topk_ids, topk_weights, layout)
+        out, shared = call.run()
+        if call.failure is not None:
+            raise call.failure
         return out if shared is None else out + shared
 
     def join(self, layout: TokenLayout) -> None:
@@ -65,13 +55,7 @@ class MoELayer(nn.Module):
         x = weight.new_zeros(0, hidden_size)
         ids = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
         weights = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
-        dispatch = Running(self.transport.prepare(x, ids, weights, nothing), "dispatch")
-        dispatch.hand_over()
-        sent = dispatch.finish()
-        combine = Running(self.transport.finalize(torch.zeros_like(sent.x), sent.handle), "combine")
-        combine.hand_over()
-        combine.finish()
-        ubatch.layer_done()
+        _Call(self, x, ids, weights, nothing, is_joining=True).run()
 
     @property
     def expert_load(self) -> Tensor | None:
@@ -89,3 +73,89 @@ class MoELayer(nn.Module):
         flat = topk_ids.flatten()
         flat = torch.where(flat < 0, load.shape[0] - 1, flat)
         load.scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class _Call:
+    """One pass through a layer, in the order that the ubatch's schedule says: what its stages leave for each other.
+
+    A stage that fails leaves zeros, or nothing, and `failure`: the other ranks wait for this layer's collectives.
+    """
+
+    def __init__(
+        self,
+        layer: MoELayer,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        layout: TokenLayout,
+        is_joining: bool = False,
+    ) -> None:
+        self._layer = layer
+        self._x = x
+        self._routed = topk_ids, topk_weights, layout
+        self._is_joining = is_joining
+        self._last: Running[Any] | None = None
+        self._dispatch: Running[Dispatched]
+        self._combine: Running[Tensor]
+        self._handle: Handle
+        self._expert_out: Tensor
+        self._shared_out: Tensor | None = None
+        self.failure: Exception | None = None
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """The routed and the shared experts' results, both [T, D]."""
+        for stage in ubatch.order():
+            _STEPS[stage](self)
+        out = self._combine.finish(Stage.QKV)
+        ubatch.layer_done()
+        return out, self._shared_out
+
+    def _send_tokens(self) -> None:
+        spans.begin(Stage.DISPATCH)
+        self._last = self._dispatch = Running(self._layer.transport.prepare(self._x, *self._routed), Stage.DISPATCH)
+
+    def _hand_over(self) -> None:
+        if self._last is None:
+            ubatch.hand_over()
+        else:
+            self._last.hand_over()
+
+    def _compute_experts(self) -> None:
+        sent = self._dispatch.finish(Stage.EXPERTS)
+        self._handle = sent.handle
+        out = self._attempt(lambda: self._layer.experts(sent.x, sent.local_ids, sent.weights))
+        self._expert_out = torch.zeros_like(sent.x) if out is None else out
+
+    def _send_back(self) -> None:
+        spans.begin(Stage.COMBINE)
+        try:
+            transfer = self._layer.transport.finalize(self._expert_out, self._handle)
+        except Exception as error:
+            raise cannot_go_on(Stage.COMBINE, error) from error
+        self._last = self._combine = Running(transfer, Stage.COMBINE)
+
+    def _compute_shared(self) -> None:
+        shared = self._layer.shared_experts
+        if shared is not None:
+            spans.begin(Stage.SHARED)
+            self._shared_out = self._attempt(lambda: shared(self._x))
+
+    def _attempt(self, compute: Callable[[], Tensor]) -> Tensor | None:
+        """What `compute` gives; None after a failure, this one's or an earlier one's."""
+        if self._is_joining or self.failure is not None:
+            return None
+        try:
+            return compute()
+        except Exception as error:
+            self.failure = error
+            spans.fail()
+            return None
+
+
+_STEPS: dict[Stage, Callable[[_Call], None]] = {
+    Stage.DISPATCH: _Call._send_tokens,
+    Stage.EXPERTS: _Call._compute_experts,
+    Stage.COMBINE: _Call._send_back,
+    Stage.SHARED: _Call._compute_shared,
+    Stage.HAND_OVER: _Call._hand_over,
+}

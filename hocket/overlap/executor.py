@@ -8,37 +8,45 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hocket.errors import BatonTimeout, RankLost, StepDesync, UBatchFailed
+from hocket.errors import UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.layer import MoELayer
+from hocket.overlap import schedule
+from hocket.overlap.schedule import Schedule
+from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch import context as ubatch
-from hocket.ubatch.baton import Baton, GreenletBaton, SoloBaton, ThreadBaton
+from hocket.ubatch.baton import Baton, GreenletBaton, Outcome, SoloBaton, ThreadBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import InlineLane, Lane, Setup, WorkerLane
+from hocket.ubatch.transfer import HARD
 
 EXECUTORS = ("greenlet", "thread")
-_HARD = (RankLost, StepDesync, BatonTimeout)
-"""After these the collectives of the step cannot be finished."""
 
 
 class UBatchExecutor:
     """Runs a step of one or more ubatches.
 
-    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton.
+    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. `recorder`:
+    where the spans of the following steps go; None: nowhere. `schedules` by phase may be replaced.
     """
 
     def __init__(self, model: CausalLM, kind: str, size: int, timeout_s: float, device: torch.device) -> None:
         self.comm_ns = self.exposed_ns = 0  # of the last step, see UBatchContext
+        self.recorder: Recorder | None = None
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane())
         self._alternating: tuple[Baton, Lane] | None = None
+        blocks = False
         if size > 1:
             setup = thread_setup(device)
-            self._alternating = (make_baton(kind, size, timeout_s, setup), WorkerLane(timeout_s, setup))
+            lane = WorkerLane(timeout_s, setup)
+            self._alternating = (make_baton(kind, size, timeout_s, setup), lane)
+            blocks = not lane.has_own_thread and any(layer.transport.launch_blocks for layer in self._layers)
+        self.schedules = {phase: schedule.choose(phase, blocks) for phase in schedule.PHASES}
 
-    def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor]) -> list[Tensor]:
-        """Final hidden states [T, D] of each ubatch, by index.
+    def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], phase: str = "prefill") -> list[Tensor]:
+        """Final hidden states [T, D] of each ubatch, by index. `phase`: one of schedule.PHASES, equal on all ranks.
 
         Raises:
             UBatchFailed: a ubatch raised in a compute stage; all collectives of the step took place nevertheless.
@@ -46,40 +54,39 @@ class UBatchExecutor:
         """
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
-        baton, lane = pair
-        contexts: list[UBatchContext] = []
-        for idx in range(len(ubatches)):
-            contexts.append(UBatchContext(idx, baton, lane, contexts))
-        bodies = [self._body(c, inputs, kv_cache) for c, inputs in zip(contexts, ubatches, strict=True)]
-        outcomes = baton.run(bodies)
+        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase])
+        baton = pair[0]
+        outcomes = baton.run(
+            [self._body(context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)]
+        )
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
-        for outcome in outcomes:
-            if isinstance(outcome.error, _HARD):
-                raise outcome.error
-        for idx, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                cause = f"{type(outcome.error).__name__}: {outcome.error}"
-                raise UBatchFailed(f"ubatch {idx}, after {contexts[idx].layers_done} sparse layers: {cause}") from (
-                    outcome.error
-                )
+        _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
+
+    def _contexts(self, count: int, baton: Baton, lane: Lane, schedule: Schedule) -> list[UBatchContext]:
+        contexts: list[UBatchContext] = []
+        for idx in range(count):
+            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, Track(idx, self.recorder)))
+        return contexts
 
     def _body(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Callable[[], Tensor]:
         def body() -> Tensor:
             ubatch.enter(context)
+            track = context.track
             try:
+                track.begin(Stage.QKV)
                 hidden: Tensor = self._model(inputs, kv_cache)
-            except _HARD:
+            except HARD:
                 raise
             except Exception:
                 # The other ranks go through all layers of this step: so does this ubatch, without tokens.
-                done = context.layers_done
-                for layer in self._layers[done:]:
+                track.fail()
+                for layer in self._layers[track.layer :]:
                     layer.join(inputs.layout)
-                context.layers_done = done  # where it failed
                 raise
             finally:
+                track.pause()
                 context.run_hooks()
                 ubatch.enter(None)
             return hidden
@@ -91,6 +98,20 @@ class UBatchExecutor:
         if self._alternating is not None:
             for part in self._alternating:
                 part.close()
+
+
+def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:
+    """Raise what failed, if anything: what ends the group before what ends the step."""
+    for outcome in outcomes:
+        if isinstance(outcome.error, HARD):
+            raise outcome.error
+    for context, outcome in zip(contexts, outcomes, strict=True):
+        if outcome.error is not None:
+            assert context.track.failed is not None
+            layer, stage = context.track.failed
+            cause = f"{type(outcome.error).__name__}: {outcome.error}"
+            where = f"ubatch {context.idx}, sparse layer {layer}, {stage.label}"
+            raise UBatchFailed(f"{where}: {cause}") from outcome.error
 
 
 def make_baton(kind: str, size: int, timeout_s: float, setup: Setup) -> Baton:

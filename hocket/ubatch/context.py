@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from hocket.trace import spans
+from hocket.trace.spans import Stage, Track
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.lanes import Done, Lane, Pending, Work
 
@@ -20,7 +22,8 @@ Hook = Callable[[], None]
 class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
-    layers_done: sparse layers whose collectives are over; after a failure the rest still have to take place.
+    order: the stages and hand-overs of a sparse layer behind attention. track: where the ubatch is; its `layer` counts
+    sparse layers whose collectives are over, after a failure the rest still have to take place.
     comm_ns: time that transfers took, from the start of the send to the end of the receive. exposed_ns: the part of it
     that compute stood still for.
     """
@@ -29,8 +32,9 @@ class UBatchContext:
     baton: Baton
     lane: Lane
     peers: list[UBatchContext] = field(repr=False)
+    order: tuple[Stage, ...]
+    track: Track
     hooks: deque[Hook] = field(default_factory=deque)
-    layers_done: int = 0
     comm_ns: int = 0
     exposed_ns: int = 0
 
@@ -51,13 +55,23 @@ def current() -> UBatchContext | None:
 def enter(context: UBatchContext | None) -> None:
     """Make `context` that of the calling thread or greenlet; None: no ubatch."""
     _current.set(context)
+    spans.enter(None if context is None else context.track)
+
+
+_ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
+
+
+def order() -> tuple[Stage, ...]:
+    """What a sparse layer does behind attention, in order; without a ubatch there is nobody to hand over to."""
+    context = _current.get()
+    return _ALONE if context is None else context.order
 
 
 def layer_done() -> None:
     """A sparse layer's collectives are over."""
     context = _current.get()
     if context is not None:
-        context.layers_done += 1
+        context.track.layer += 1
 
 
 def launch_of(context: UBatchContext | None, work: Work, name: str) -> Pending:
@@ -81,4 +95,5 @@ def hand_over(receive: Hook | None = None) -> None:
         return
     if receive is not None:
         context.peers[following].hooks.append(receive)
+    context.track.pause()
     context.baton.hand_over(context.idx)

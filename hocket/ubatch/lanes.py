@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 from hocket.errors import BatonTimeout
 
@@ -46,6 +46,9 @@ class Done(Pending):
 class Lane(ABC):
     """Runs work in the order it was launched."""
 
+    has_own_thread: ClassVar[bool]
+    """Whether launching returns at once, also where the work makes its host wait."""
+
     @abstractmethod
     def launch(self, work: Work, name: str) -> Pending:
         """Queue `work` behind all that was launched before; `name` is for traces and errors."""
@@ -56,6 +59,8 @@ class Lane(ABC):
 
 class InlineLane(Lane):
     """No lane of its own: work runs at once, in the caller."""
+
+    has_own_thread = False
 
     def launch(self, work: Work, name: str) -> Pending:
         return Done(work)
@@ -101,15 +106,11 @@ class WorkerLane(Lane):
     a collective whose peers have gone.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        setup: Setup = contextlib.nullcontext,
-        on_done: Callable[[str, int, int], None] | None = None,
-    ) -> None:
+    has_own_thread = True
+
+    def __init__(self, timeout_s: float, setup: Setup = contextlib.nullcontext) -> None:
         self._timeout_s = timeout_s
         self._setup = setup
-        self._on_done = on_done
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="comm-lane", daemon=True)
         self._thread.start()
@@ -119,8 +120,6 @@ class WorkerLane(Lane):
         with self._setup():
             while (job := self._jobs.get()) is not None:
                 broken = job.run(broken)
-                if self._on_done is not None:
-                    self._on_done(job.name, job.started_ns, job.stopped_ns)
                 del job
 
     def launch(self, work: Work, name: str) -> Pending:

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hocket.errors import RankLost
+from hocket.errors import BatonTimeout, RankLost, StepDesync
+from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
 from hocket.ubatch.lanes import Done, Pending, Work
 
 T = TypeVar("T")
+HARD = (RankLost, StepDesync, BatonTimeout)
+"""After these the collectives of a step cannot be finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +34,73 @@ class Transfer(Generic[T]):
 
 
 class Running(Generic[T]):
-    """A transfer whose `send` is on the lane."""
+    """A transfer whose `send` is on the lane. stage: DISPATCH or COMBINE."""
 
-    def __init__(self, transfer: Transfer[T], name: str) -> None:
+    def __init__(self, transfer: Transfer[T], stage: Stage) -> None:
         self._context = current()
         if self._context is not None:
             self._context.run_hooks()
         self._transfer = transfer
-        self._name = name
+        self._stage = stage
+        self._recorded: list[tuple[Span, Pending]] = []
+        self._receive_is_due = transfer.receive is not None
         self._send = self._last = self._launch(transfer.send, "send")
 
     def _launch(self, work: Work, part: str) -> Pending:
-        pending = launch_of(self._context, _named(work, self._name), f"{self._name} {part}")
-        if self._context is not None and isinstance(pending, Done):
-            self._context.exposed_ns += pending.stopped_ns - pending.started_ns
+        context, label = self._context, self._stage.label
+        span = None if context is None else context.track.launched(self._stage, part)
+        pending = launch_of(context, _named(work, label), f"{label} {part}")
+        if context is not None and isinstance(pending, Done):
+            context.exposed_ns += pending.stopped_ns - pending.started_ns
+        if span is not None:
+            self._recorded.append((span, pending))
         return pending
 
     def hand_over(self) -> None:
         """Let the next ubatch run; it puts the receive on the lane."""
-        hand_over(None if self._transfer.receive is None else self._receive)
+        hand_over(self._receive if self._receive_is_due else None)
 
     def _receive(self) -> None:
-        assert self._transfer.receive is not None
-        self._last = self._launch(self._transfer.receive, "recv")
+        """Launch the receive, unless that has happened: the next ubatch or the one that needs it, who comes first."""
+        if self._receive_is_due:
+            assert self._transfer.receive is not None
+            self._receive_is_due = False
+            self._last = self._launch(self._transfer.receive, "recv")
 
-    def finish(self) -> T:
-        """Wait for the lane and give the result. Raises what the work raised."""
+    def finish(self, then: Stage) -> T:
+        """Wait for the lane and give the result, with which the caller computes `then`. Raises what the work raised."""
+        context = self._context
+        if context is not None:
+            context.track.pause()
+        self._receive()
         asked = time.perf_counter_ns()
         self._last.wait()
-        context = self._context
         if context is not None:
             arrived_ns = self._transfer.arrived_ns
             arrived = self._last.stopped_ns if arrived_ns is None else arrived_ns()
             context.comm_ns += arrived - self._send.started_ns
             context.exposed_ns += max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
-        return self._transfer.result()
+            if self._recorded:
+                self._record(arrived)
+            context.track.begin(then)
+        try:
+            return self._transfer.result()
+        except Exception as error:
+            raise cannot_go_on(self._stage, error) from error
+
+    def _record(self, arrived_ns: int) -> None:
+        """Fill in what is known now of the spans on the comm lane."""
+        assert self._context is not None
+        for span, pending in self._recorded:
+            span.start_ns, span.stop_ns = pending.started_ns, pending.stopped_ns
+        flight = self._context.track.launched(self._stage, "flight")
+        assert flight is not None
+        flight.start_ns, flight.stop_ns = self._send.started_ns, arrived_ns
+
+
+def cannot_go_on(stage: Stage, error: Exception) -> RankLost:
+    """What ends the group where this rank can no longer do its part of a layer's collectives."""
+    return RankLost(f"this rank cannot go on: {stage.label} failed: {type(error).__name__}: {error}")
 
 
 def _named(work: Work, name: str) -> Work:
@@ -74,8 +109,12 @@ def _named(work: Work, name: str) -> Work:
     def run() -> None:
         try:
             work()
+        except HARD:
+            raise
         except RuntimeError as error:
             raise RankLost(f"a rank is late or gone: {name} failed: {_first_sentence(error)}") from error
+        except Exception as error:
+            raise RankLost(f"this rank cannot go on: {name} failed: {type(error).__name__}: {error}") from error
 
     return run
 

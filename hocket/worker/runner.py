@@ -87,13 +87,15 @@ class Runner:
             return (whole,)
         return split_inputs(whole, cut_batch([r.num_tokens for r in batch.requests], plan.bounds))
 
-    def forward(self, ubatches: tuple[UBatchInputs, ...], batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, ubatches: tuple[UBatchInputs, ...], batch: Batch, plan: StepPlan
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the model (all ranks of the expert group together).
 
         Returns fp32 logits [N, V] of the rows that are sampled from, in batch order, and of the rows whose prompt
         log-probabilities are asked for (None: none are).
         """
-        hidden = join(self.executor.run(ubatches, self.kv_caches))
+        hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
         rows = [end - 1 for end, scheduled in ends if scheduled.needs_sample]

@@ -23,11 +23,11 @@ LAYERS = [
     ("hocket.cache.storage",),
     ("hocket.layers",),
     ("hocket.ubatch",),
-    ("hocket.overlap.vote", "hocket.overlap.veto", "hocket.overlap.slices"),
+    ("hocket.overlap.vote", "hocket.overlap.veto", "hocket.overlap.slices", "hocket.overlap.schedule"),
     ("hocket.scheduler",),
     ("hocket.cache",),
     ("hocket.dist",),
-    ("hocket.channel", "hocket.tokenizer"),
+    ("hocket.channel", "hocket.tokenizer", "hocket.trace"),
     ("hocket.config", "hocket.request", "hocket.outputs", "hocket.progress", "hocket.envs"),
     ("hocket.errors",),
 ]
@@ -53,6 +53,7 @@ TORCH_FREE = [
     "hocket.dist",
     "hocket.ubatch",
     "hocket.overlap",
+    "hocket.trace",
     "hocket.worker.stats",
     "hocket.moe.placement",
 ]

@@ -27,6 +27,7 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.placement import STRATEGIES, ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.registry import TRANSPORTS, build_transport
+from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
 CPU = torch.device("cpu")
@@ -100,12 +101,12 @@ def make_transport(env: RankEnv, case: Case, name: str) -> Transport:
 
 def prepared(transport: Transport, x: Tensor, ids: Tensor, weights: Tensor, layout: TokenLayout) -> Dispatched:
     """A dispatch run to its end at once."""
-    return Running(transport.prepare(x, ids, weights, layout), "dispatch").finish()
+    return Running(transport.prepare(x, ids, weights, layout), Stage.DISPATCH).finish(Stage.EXPERTS)
 
 
 def finalized(transport: Transport, expert_out: Tensor, handle: Handle) -> Tensor:
     """A combine run to its end at once."""
-    return Running(transport.finalize(expert_out, handle), "combine").finish()
+    return Running(transport.finalize(expert_out, handle), Stage.COMBINE).finish(Stage.QKV)
 
 
 def check_case(env: RankEnv, case: Case) -> None:

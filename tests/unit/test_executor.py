@@ -148,6 +148,8 @@ def test_a_failure_in_any_stage_ends_one_ubatch_only(
 ) -> None:
     run, n = executor
     whole = bench.run(run, 1)
+    label = {"experts": "experts", "shared_experts": "shared experts"}.get(stage, "attention or router")
+    label = "qkv projection" if stage == "attention" else label
     decoder = bench.model.layers[layer]
     owner = decoder if stage == "attention" else decoder.mlp
     inner = getattr(owner, stage)
@@ -157,7 +159,9 @@ def test_a_failure_in_any_stage_ends_one_ubatch_only(
         bench.transport.sent.clear()
         setattr(owner, stage, Raises(inner, in_ubatch))
         try:
-            with pytest.raises(UBatchFailed, match=rf"ubatch {in_ubatch}, after \d sparse layers: ValueError: planted"):
+            with pytest.raises(
+                UBatchFailed, match=rf"ubatch {in_ubatch}, sparse layer {layer - 1}, {label}: ValueError: planted"
+            ):
                 bench.run(run, count)
         finally:
             setattr(owner, stage, inner)

@@ -29,6 +29,7 @@ from hocket.overlap import vote
 from hocket.overlap.vote import NUM_ROWS, Row
 from hocket.request import EngineRequest, Request, SamplingParams
 from hocket.scheduler.batch import Batch, ScheduledRequest
+from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
 Checkpoints = Callable[..., Path]
@@ -70,9 +71,9 @@ def test_r012_ids_without_expert_and_ids_out_of_range(backend: str) -> None:
     layout = TokenLayout.of(3, 3, 3, paged.CPU)
     x[1] = torch.nan
     dispatch = transport.prepare(x, torch.tensor([[0, -1], [-1, -1], [3, 1]]), weights, layout)
-    sent = Running(dispatch, "dispatch").finish()
+    sent = Running(dispatch, Stage.DISPATCH).finish(Stage.EXPERTS)
     combine = transport.finalize(experts(sent.x, sent.local_ids, sent.weights), sent.handle)
-    out = Running(combine, "combine").finish()
+    out = Running(combine, Stage.COMBINE).finish(Stage.QKV)
     assert out.isfinite().all()
     assert not out[1].any()
     assert out[0].any()

@@ -43,6 +43,10 @@ class Transport(ABC):
     name: ClassVar[str]
     requires_padding: ClassVar[bool]
     """Whether ranks exchange fixed shapes, so that every rank must know `layout.num_padded_max`."""
+    launch_blocks: ClassVar[bool] = False
+    """Whether `send` reads from the device what it sends, so that its host waits for the compute before it."""
+    is_apart: ClassVar[bool] = False
+    """Whether transfers have a `receive` of their own."""
 
     @abstractmethod
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:

@@ -25,13 +25,15 @@ class LinkEmulator(Transport):
     """
 
     name = "link_emulator"
-    requires_padding = False  # an instance takes over its inner transport's
+    requires_padding = False  # an instance takes over its inner transport's, and launch_blocks
+    is_apart = True
 
     def __init__(self, inner: Transport, latency_us: float, gb_per_s: float) -> None:
         self.inner = inner
         self.latency_us = latency_us
         self.gb_per_s = gb_per_s
         self.requires_padding = inner.requires_padding  # type: ignore[misc]
+        self.launch_blocks = inner.launch_blocks  # type: ignore[misc]
         self._free_at = 0.0  # when the link has delivered all that was sent
 
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:

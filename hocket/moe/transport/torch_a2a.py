@@ -86,6 +86,7 @@ class TorchTransport(Transport):
 
     name = "torch"
     requires_padding = False
+    launch_blocks = True
 
     def __init__(self, placement: ExpertPlacement, group: collectives.Group | None, device: torch.device) -> None:
         self._num_experts = placement.num_experts
