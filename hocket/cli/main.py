@@ -9,6 +9,7 @@ import typer
 
 from hocket import __version__
 from hocket.cli.bench import bench_app
+from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.envs import set_up_logging
 from hocket.errors import ConfigError, HocketError
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(explain)
 app.add_typer(bench_app, name="bench")
 
 

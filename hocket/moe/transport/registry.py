@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 
 from hocket.dist.collectives import Group
@@ -10,10 +12,22 @@ from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Transport
 
 TRANSPORTS = ("torch", "allgather_reducescatter")
+_CLASSES = {
+    "local": "hocket.moe.transport.local.LocalTransport",
+    "torch": "hocket.moe.transport.torch_a2a.TorchTransport",
+    "allgather_reducescatter": "hocket.moe.transport.allgather_reducescatter.AllGatherReduceScatterTransport",
+}
 REFUSED = {
     "local": "it moves nothing, so it serves one rank only",
     "naive": "it broadcasts rank by rank; allgather_reducescatter does the same in one exchange",
 }
+
+
+def transport_class(name: str) -> type[Transport]:
+    """The class of a transport that exists, for what it says of itself."""
+    module, _, attribute = _CLASSES[name].rpartition(".")
+    found: type[Transport] = getattr(import_module(module), attribute)
+    return found
 
 
 def build_transport(
