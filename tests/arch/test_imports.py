@@ -23,7 +23,7 @@ LAYERS = [
     ("hocket.cache.storage",),
     ("hocket.layers",),
     ("hocket.ubatch",),
-    ("hocket.overlap.vote", "hocket.overlap.veto", "hocket.overlap.slices"),
+    ("hocket.overlap.vote", "hocket.overlap.veto", "hocket.overlap.slices", "hocket.overlap.cost"),
     ("hocket.scheduler",),
     ("hocket.cache",),
     ("hocket.dist",),
