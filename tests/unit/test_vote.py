@@ -44,8 +44,9 @@ def test_a_prefill_of_one_token_is_not_a_decode() -> None:
     assert column_of((5, 4, 1), (4, 4, 1))[Row.UNIFORM_QUERY] == 0
 
 
-def test_an_idle_rank_never_vetoes() -> None:
-    column = column_of()
+@pytest.mark.parametrize("refusal", [None, Reason.PREFIX_HAZARD])
+def test_an_idle_rank_never_vetoes(refusal: Reason | None) -> None:
+    column = facts(Batch(), step=3, digest=9, num_unfinished=0, refusal=refusal)
     assert column[Row.TOKENS] == 0
     assert column[Row.MAX_QUERY] == -1
     assert column[Row.MAY_SPLIT] == 1
@@ -254,6 +255,15 @@ def test_the_rank_with_most_work_gets_its_cut_and_the_others_shift_inside_it() -
     assert plan.own_bounds(0) == (3, 8)
     assert plan.own_bounds(1) == (7, 20)
     assert plan.own_bounds(2) == (2, 3)
+
+
+def test_of_ranks_with_the_same_work_not_the_first_wins_but_the_same_one() -> None:
+    parts = [(400, 400, 1), (4, 4, 1), (4, 4, 1), (4, 4, 1)]
+    ranks: Ranks = [(batch_of(*parts), None), (batch_of(*reversed(parts)), None), (batch_of((460, 459, 1)), None)]
+    tables = [[table_of(ranks, BY_COST)[i] for i in order] for order in itertools.permutations(range(3))]
+    assert len({column[Row.COST] for column in tables[0]}) == 1
+    assert len({tuple(column[WISHED_CUTS]) for column in tables[0]}) > 1
+    assert len({decide(table, BY_COST).bounds for table in tables}) == 1
 
 
 def test_without_overlap_the_table_has_no_wishes() -> None:
