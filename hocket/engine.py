@@ -13,6 +13,7 @@ from hocket.dist.mesh import Mesh
 from hocket.errors import UBatchFailed
 from hocket.outputs import TokenOutput
 from hocket.overlap import vote
+from hocket.overlap.cost import TokenCost, Wish, wished_cuts
 from hocket.overlap.veto import prefix_hazard
 from hocket.overlap.vote import Reason, Row, StepPlan
 from hocket.request import EngineRequest, Request
@@ -54,6 +55,7 @@ class Engine:
         )
         self.stats = StepStats()
         self._digest = config.digest
+        self._token_cost = TokenCost.of(config.model)
         self._step = 0
         self._peers_decode = False
         self._ended_at: float | None = None
@@ -100,6 +102,7 @@ class Engine:
             num_unfinished=int(self.scheduler.has_unfinished),
             refusal=self._refusal(batch),
             failure=int(self._failed_here),
+            wish=self._wish(batch),
         )
         t1 = time.perf_counter()
         table = self.exchange.exchange(column)
@@ -158,6 +161,13 @@ class Engine:
         """Why this rank's next step must not be split, if so."""
         if self.config.overlap.num_ubatches > 1 and prefix_hazard(batch, self.config.cache.block_size):
             return Reason.PREFIX_HAZARD
+        return None
+
+    def _wish(self, batch: Batch) -> Wish | None:
+        """Where this rank would like its next step to be cut, if cuts go by cost."""
+        overlap = self.config.overlap
+        if overlap.num_ubatches > 1 and overlap.cut == "cost":
+            return wished_cuts(batch, self._token_cost, overlap.num_ubatches)
         return None
 
     def _fail_here(self, batch: Batch, plan: StepPlan, error: UBatchFailed) -> None:

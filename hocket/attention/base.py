@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-SLICING_RULES = ("tokens", "requests", "shared", "rebuilt")
+SLICING_RULES = ("tokens", "tokens_last", "requests", "shared", "rebuilt")
 
 
 def sliced(rule: str) -> Any:
     """A dataclass field with its slicing rule.
 
-    tokens: cut along the token axis. requests: cut along the request axis (where a request is cut, its entry is
-    recomputed on a copy). shared: the same object for all ubatches. rebuilt: recomputed for each ubatch.
+    tokens: cut along the token axis, the first; tokens_last: it is the last. requests: cut along the request axis,
+    the first (where a request is cut, its entry is recomputed on a copy). Of a mapping or a tuple of tensors each part
+    is cut; None stays None. shared: the same object for all ubatches. rebuilt: recomputed for each ubatch.
     """
     if rule not in SLICING_RULES:
         raise TypeError(f"slicing rule {rule!r}; one of {', '.join(SLICING_RULES)}")

@@ -61,12 +61,14 @@ class OverlapConfig:
     """Dual batch overlap: into how many ubatches a step is split, and from how many tokens per rank on.
 
     num_ubatches 1: off. force_split: split every step, whatever the thresholds; ubatches may be empty then.
+    cut: into parts of "equal" numbers of tokens, or of equal estimated "cost".
     """
 
     num_ubatches: int = 1
     decode_token_threshold: int = 32
     prefill_token_threshold: int = 512
     force_split: bool = False
+    cut: str = "equal"
     executor: str = "greenlet"
 
 

@@ -140,6 +140,13 @@ class Options:
     dbo_prefill_token_threshold: int = _option(
         512, help="the same for any other step", group="Overlap", least=1, most=MAX_TOKENS
     )
+    ubatch_cut: str = _option(
+        "equal",
+        help="where a step is split: at equal numbers of tokens, or at equal estimated cost, attention to the context "
+        "included (pays where contexts are long or differ much, as in mixed steps)",
+        group="Overlap",
+        choices=("equal", "cost"),
+    )
     ubatch_executor: str = _option(
         "auto", help="how ubatches take turns", group="Overlap", choices=("auto", "greenlet", "thread")
     )

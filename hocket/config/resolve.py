@@ -129,6 +129,7 @@ def _overlap(options: Options) -> OverlapConfig:
         decode_token_threshold=options.dbo_decode_token_threshold,
         prefill_token_threshold=options.dbo_prefill_token_threshold,
         force_split=forced > 1,
+        cut=options.ubatch_cut,
         executor="greenlet" if options.ubatch_executor == "auto" else options.ubatch_executor,
     )
 

@@ -35,7 +35,7 @@ class UBatchInputs(Sliceable):
     """What a model reads of a batch, or of a part of one. token_ids, positions: int64 [T]; padding rows hold 0."""
 
     token_ids: Tensor = sliced("tokens")
-    positions: Tensor = sliced("tokens")
+    positions: Tensor = sliced("tokens_last")
     attention: AttentionMetadata = sliced("rebuilt")
     layout: TokenLayout = sliced("rebuilt")
 

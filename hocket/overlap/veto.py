@@ -2,7 +2,9 @@
 
 Unsplit, each layer writes all keys and values of the step before anyone reads. Split, a later ubatch writes after an
 earlier one has read. In every layer ubatch i writes before ubatch i + 1 attends, and inside one ubatch writes come
-first; so the danger is only a reader whose tokens stand before the writer's.
+first; so the danger is only a reader whose tokens stand before the writer's. Tokens keep their order however they are
+cut, at equal numbers or by cost: where the reader stands after the writer, each of its ubatches is the writer's last or
+a later one. So the answer does not depend on the cut, which is not known yet when a rank has to give it.
 """
 
 from __future__ import annotations

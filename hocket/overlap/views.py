@@ -5,31 +5,30 @@ Shapes: T tokens, R requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hocket.attention.base import AttentionMetadata
+from hocket.attention.base import AttentionMetadata, Sliceable
 from hocket.models.base import UBatchInputs
 from hocket.moe.base import TokenLayout
 from hocket.overlap.slices import Cut, UBatchSlice
 
-T = TypeVar("T", Tensor, tuple[Any, ...])
-S = TypeVar("S", AttentionMetadata, UBatchInputs)
+T = TypeVar("T", Tensor, tuple[Any, ...], dict[str, Any])
+S = TypeVar("S", bound=Sliceable)
 
 
 def split_inputs(inputs: UBatchInputs, cut: Cut) -> tuple[UBatchInputs, ...]:
     """One UBatchInputs per slice of `cut`: the ubatch's real tokens (possibly none), no padding rows of its own."""
     return tuple(
-        _slice(
+        slice_fields(
             inputs,
             real,
             attention=slice_attention(inputs.attention, real),
-            layout=TokenLayout.of(real.num_tokens, real.num_tokens, padded.num_tokens, inputs.token_ids.device),
+            layout=TokenLayout.of(real.num_tokens, real.num_tokens, padded.num_tokens, inputs.positions.device),
         )
         for real, padded in zip(cut.real, cut.padded, strict=True)
     )
@@ -49,7 +48,7 @@ def slice_attention(meta: AttentionMetadata, part: UBatchSlice) -> AttentionMeta
     if seq_lens:
         seq_lens[-1] -= max(starts[last] - end, 0)
     device = meta.seq_lens.device
-    return _slice(
+    return slice_fields(
         meta,
         part,
         query_start_loc=torch.tensor(bounds, dtype=torch.int32, device=device),
@@ -62,30 +61,44 @@ def slice_attention(meta: AttentionMetadata, part: UBatchSlice) -> AttentionMeta
     )
 
 
-def _slice(whole: S, part: UBatchSlice, **rebuilt: Any) -> S:
+def slice_fields(whole: S, part: UBatchSlice, **rebuilt: Any) -> S:
     """A copy of `whole` with each field cut by its rule; `rebuilt` fields are given and take precedence."""
+    tokens, requests = slice(part.token_start, part.token_stop), slice(part.request_start, part.request_stop)
+    indices: dict[str, Any] = {"tokens": tokens, "tokens_last": (..., tokens), "requests": requests}
     values = {}
-    for field in fields(whole):
-        value, rule = getattr(whole, field.name), field.metadata["sliced"]
-        if field.name in rebuilt:
-            values[field.name] = rebuilt.pop(field.name)
-        elif rule == "tokens":
-            values[field.name] = None if value is None else value[..., part.token_start : part.token_stop]
-        elif rule == "requests":
-            values[field.name] = value[part.request_start : part.request_stop]
+    for name, rule in whole.slicing_rules().items():
+        value = getattr(whole, name)
+        if name in rebuilt:
+            values[name] = rebuilt.pop(name)
+        elif rule in indices:
+            values[name] = _at(value, indices[rule])
         elif rule == "shared":
-            values[field.name] = value
+            values[name] = value
         else:
-            raise AssertionError(f"{type(whole).__name__}.{field.name} is rebuilt for each ubatch, but nobody does")
+            raise AssertionError(f"{type(whole).__name__}.{name} is rebuilt for each ubatch, but nobody does")
     assert not rebuilt, f"no such fields: {', '.join(rebuilt)}"
     return type(whole)(**values)
 
 
+def _at(value: Any, index: Any) -> Any:
+    """`value[index]`; of a mapping or a tuple of tensors that of each part; None where there is nothing to cut."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {name: _at(part, index) for name, part in value.items()}
+    if isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
+        return tuple(_at(part, index) for part in value)
+    return value[index]
+
+
 def join(results: Sequence[T]) -> T:
-    """Results of the ubatches in order as the whole batch's [T, …]; tuples (auxiliary outputs) part by part."""
+    """Results of the ubatches in order as the whole batch's [T, …]; tuples (auxiliary outputs) and dictionaries (a
+    pipeline stage's tensors) part by part."""
     first = results[0]
     if len(results) == 1:
         return first
     if isinstance(first, tuple):
         return tuple(join(parts) for parts in zip(*results, strict=True))
+    if isinstance(first, dict):
+        return {name: join([parts[name] for parts in results]) for name in first}
     return torch.cat(list(results))

@@ -12,7 +12,8 @@ from enum import IntEnum
 
 from hocket.config.engine import OverlapConfig
 from hocket.errors import StepDesync
-from hocket.overlap.slices import equal_bounds
+from hocket.overlap.cost import Wish
+from hocket.overlap.slices import equal_bounds, fitted_bounds, scaled_bounds
 from hocket.scheduler.batch import Batch
 
 
@@ -27,15 +28,17 @@ class Row(IntEnum):
     REQUESTS = 5
     SKIP_DRAFTS = 6
     CONTEXT_TOKENS = 7
-    WISHED_CUT = 8
+    COST = 8  # of this rank's batch, where cuts go by cost (`Wish.cost`)
     STEP = 9
     DIGEST = 10
     ABORT = 11  # 0, or a code: this rank's last step failed, and so it did for all
     UNFINISHED = 12  # requests this rank still has, also when none is in its batch
-    ARRIVAL_US = 13  # last, filled by the exchange: the host's monotonic clock; for figures only, never for decisions
+    ARRIVAL_US = -1  # last, filled by the exchange: the host's monotonic clock; for figures only, never for decisions
 
 
 NUM_ROWS = len(Row)
+WISHED_CUTS = slice(NUM_ROWS - 1, -1)
+"""Rows before the last, one for each cut, which the table has besides where cuts go by cost (`Wish.cuts`)."""
 Column = Sequence[int]
 Table = Sequence[Column]
 INT32_MAX = 0x7FFFFFFF
@@ -58,11 +61,13 @@ class StepPlan:
 
     bounds: where the padded tokens are cut, the last one `num_tokens_max`; one entry: the step is not split.
     uniform_query: tokens per request if every working rank is a decode of this length, else 0.
+    wishes: where each rank would like its own tokens to be cut; empty ones: where the padded ones are.
     """
 
     step: int
     reason: Reason
     bounds: tuple[int, ...]
+    wishes: tuple[tuple[int, ...], ...]
     num_tokens: tuple[int, ...]
     num_tokens_max: int
     num_requests_max: int
@@ -78,22 +83,34 @@ class StepPlan:
     def num_ubatches(self) -> int:
         return len(self.bounds)
 
+    def own_bounds(self, rank: int) -> tuple[int, ...]:
+        """Ends of the parts of this rank's own tokens, each no larger than the padded part."""
+        num_tokens = self.num_tokens[rank]
+        if self.wishes[rank]:
+            return fitted_bounds(self.wishes[rank], num_tokens, self.bounds)
+        return tuple(min(end, num_tokens) for end in self.bounds)
+
 
 def facts(
-    batch: Batch, *, step: int, digest: int, num_unfinished: int, refusal: Reason | None = None, failure: int = 0
+    batch: Batch,
+    *,
+    step: int,
+    digest: int,
+    num_unfinished: int,
+    refusal: Reason | None = None,
+    failure: int = 0,
+    wish: Wish | None = None,
 ) -> list[int]:
     """This rank's column for `batch`. `refusal`: why this rank cannot split, if so. `failure`: code of its last step.
+    `wish`: where it would like to be cut, if cuts go by cost.
 
     ARRIVAL_US is filled when the column is sent.
     """
     column = [0] * NUM_ROWS
     requests = batch.requests
-    decodes_only = bool(requests) and batch.num_prefill_tokens == 0
-    longest = max((r.num_tokens for r in requests), default=-1)
-    uniform = decodes_only and all(r.num_tokens == longest for r in requests)
     column[Row.TOKENS] = batch.num_tokens
-    column[Row.UNIFORM_QUERY] = longest if uniform else 0
-    column[Row.MAX_QUERY] = longest
+    column[Row.UNIFORM_QUERY] = batch.uniform_query
+    column[Row.MAX_QUERY] = max((r.num_tokens for r in requests), default=-1)
     column[Row.MAY_SPLIT] = 1 if refusal is None or not requests else -int(refusal)
     column[Row.REQUESTS] = len(requests)
     column[Row.SKIP_DRAFTS] = 1
@@ -102,6 +119,9 @@ def facts(
     column[Row.DIGEST] = digest
     column[Row.ABORT] = failure
     column[Row.UNFINISHED] = num_unfinished
+    if wish is not None:
+        column[Row.COST] = min(wish.cost, INT32_MAX)
+        column[WISHED_CUTS] = wish.cuts
     return column
 
 
@@ -123,7 +143,8 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
     return StepPlan(
         step=table[0][Row.STEP],
         reason=reason,
-        bounds=equal_bounds(most, policy.num_ubatches) if split else (most,),
+        bounds=_bounds(working, most, uniform_query or 1, policy) if split else (most,),
+        wishes=tuple(tuple(column[WISHED_CUTS]) if split else () for column in table),
         num_tokens=tokens,
         num_tokens_max=most,
         num_requests_max=max(column[Row.REQUESTS] for column in table),
@@ -146,6 +167,18 @@ def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) ->
     if not policy.force_split and any(column[Row.TOKENS] < threshold for column in working):
         refusals.append(Reason.BELOW_THRESHOLD)
     return min(refusals, default=Reason.SPLIT)
+
+
+def _bounds(working: list[Column], num_padded: int, unit: int, policy: OverlapConfig) -> tuple[int, ...]:
+    """Where the padded tokens are cut, in multiples of `unit`.
+
+    By cost: in the proportions that the rank with the most estimated work wishes for. In every collective all wait for
+    it, so it gets its own cut exactly; the others, who have less to do, come as near to theirs as these parts allow.
+    """
+    if policy.cut == "equal":
+        return equal_bounds(num_padded, policy.num_ubatches, unit)
+    heaviest = max(working, key=lambda column: (column[Row.COST], column[Row.TOKENS], tuple(column[WISHED_CUTS])))
+    return scaled_bounds(heaviest[WISHED_CUTS], heaviest[Row.TOKENS], num_padded, unit)
 
 
 def _check_same(table: Table, row: Row, what: str) -> None:

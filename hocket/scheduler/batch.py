@@ -48,6 +48,12 @@ class Batch:
             return "decode"
         return "prefill" if self.num_prefill_tokens == self.num_tokens else "mixed"
 
+    @property
+    def uniform_query(self) -> int:
+        """Tokens per request if all requests are decodes with the same number of new tokens, else 0."""
+        lens = {row.num_tokens for row in self.requests}
+        return lens.pop() if len(lens) == 1 and self.num_prefill_tokens == 0 else 0
+
 
 class BatchBuilder:
     """The step being scheduled. budget: tokens that may still be added. is_short: some request found no free block."""

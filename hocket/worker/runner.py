@@ -85,7 +85,8 @@ class Runner:
         whole = build_inputs(batch, plan, self.config.cache.block_size, self.mesh.device)
         if plan.num_ubatches == 1:
             return (whole,)
-        return split_inputs(whole, cut_batch([r.num_tokens for r in batch.requests], plan.bounds))
+        lens = [r.num_tokens for r in batch.requests]
+        return split_inputs(whole, cut_batch(lens, plan.bounds, plan.own_bounds(self.mesh.ep_rank)))
 
     def forward(
         self, ubatches: tuple[UBatchInputs, ...], batch: Batch, plan: StepPlan

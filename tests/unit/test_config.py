@@ -54,6 +54,7 @@ def folder(tmp_path: Path) -> str:
         (WIDE | {"enable_dbo": True, "dbo_decode_token_threshold": 1}, "dbo_decode_token_threshold", "at least 2"),
         (WIDE | {"ubatch_size": 4, "dbo_prefill_token_threshold": 3}, "dbo_prefill_token_threshold", "at least 4"),
         (WIDE | {"ubatch_executor": "process"}, "ubatch_executor", "auto, greenlet, thread"),
+        (WIDE | {"ubatch_cut": "middle"}, "ubatch_cut", "equal, cost"),
         ({"emulate_link_gb_per_s": 1.0}, "emulate_link_gb_per_s", "data_parallel_size"),
         (WIDE | {"emulate_link_latency_us": 5.0}, "emulate_link_latency_us", "emulate_link_gb_per_s"),
         ({"seed": 2**63}, "seed", "from 0 to"),
@@ -141,6 +142,13 @@ def test_auto_values(folder: str) -> None:
 )
 def test_number_of_ubatches(folder: str, given: dict[str, Any], num_ubatches: int) -> None:
     assert resolve(Options(model=folder, **WIDE, **given)).overlap.num_ubatches == num_ubatches
+
+
+def test_ranks_that_cut_differently_are_told_apart(folder: str) -> None:
+    equal, cost = (resolve(Options(model=folder, **WIDE, enable_dbo=True, ubatch_cut=cut)) for cut in ("equal", "cost"))
+    assert resolve(Options(model=folder)).overlap.cut == equal.overlap.cut == "equal"
+    assert cost.overlap.cut == "cost"
+    assert cost.digest != equal.digest
 
 
 def test_a_forced_split_needs_no_ranks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
