@@ -28,7 +28,7 @@ class UBatchExecutor:
     """
 
     def __init__(self, model: CausalLM, kind: str, size: int, timeout_s: float, device: torch.device) -> None:
-        self.comm_ns = self.exposed_ns = 0  # of the last step, see UBatchContext
+        self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane())
@@ -54,6 +54,7 @@ class UBatchExecutor:
         outcomes = baton.run(bodies)
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
+        self.comm_bytes = sum(context.comm_bytes for context in contexts)
         for outcome in outcomes:
             if isinstance(outcome.error, _HARD):
                 raise outcome.error

@@ -48,7 +48,7 @@ class LinkEmulator(Transport):
             begin = max(time.perf_counter(), self._free_at)
             transfer.send()
             seconds = self.latency_us * 1e-6 + transfer.num_bytes() / (self.gb_per_s * 1e9)
-            delivered_at = self._free_at = begin + seconds
+            delivered_at = self._free_at = max(begin + seconds, time.perf_counter())
 
         def receive() -> None:
             if transfer.receive is not None:
