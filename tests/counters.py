@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from hocket.worker import step_log
+
 
 def reasons_of(rank: dict[str, Any]) -> Counter[str]:
     """Steps by reason, over all phases."""
@@ -33,3 +35,8 @@ def assert_add_up(ranks: Sequence[dict[str, Any]], num_ubatches: int = 1) -> Cou
     off = {"disabled", "step_dropped"}
     assert set(expected) <= off if num_ubatches == 1 else "disabled" not in expected, expected
     return expected
+
+
+def warn_soon() -> None:
+    """Make this process warn of steps that are never split after 20 of them."""
+    step_log.WARN_AFTER_STEPS = 20

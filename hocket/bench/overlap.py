@@ -57,7 +57,8 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
             replace(off, emulate_link_gb_per_s=None, emulate_link_latency_us=0.0), work, group
         )
         found = options.emulate_link_gb_per_s is None
-        gb_per_s = options.emulate_link_gb_per_s or step_bytes / compute_us / 1e3
+        latency_us = 2 * sum(config.model.moe.layers) * off.emulate_link_latency_us  # a dispatch and a combine each
+        gb_per_s = options.emulate_link_gb_per_s or step_bytes / max(compute_us - latency_us, 0.1 * compute_us) / 1e3
         runs: dict[str, list[dict[str, Any]]] = {"off": [], "on": []}
         for _ in range(repeats):
             for name, chosen in (("off", off), ("on", on)):
@@ -78,7 +79,7 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
             "chosen_to_equal_compute": found,
         },
         "compute_ms": compute_us / 1e3,
-        "link_ms": step_bytes / gb_per_s / 1e6,
+        "link_ms": (step_bytes / gb_per_s / 1e3 + latency_us) / 1e3,
         "bytes_per_step": step_bytes,
         "step_ratio": spread([b["step_ms"] / a["step_ms"] for a, b in zip(runs["off"], runs["on"], strict=True)]),
         "same_tokens": len({str(one["token_ids"]) for ones in runs.values() for one in ones}) == 1,

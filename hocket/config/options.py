@@ -132,7 +132,11 @@ class Options:
         group="Overlap",
     )
     ubatch_size: int = _option(
-        0, help="over 1: overlap with so many ubatches (0: two with --enable-dbo); more hide more and cost more", group="Overlap", least=0, most=64
+        0,
+        help="over 1: overlap with so many ubatches (0: two with --enable-dbo); more hide more and cost more",
+        group="Overlap",
+        least=0,
+        most=64,
     )
     dbo_decode_token_threshold: int = _option(
         32,
@@ -150,7 +154,10 @@ class Options:
         most=MAX_TOKENS,
     )
     ubatch_executor: str = _option(
-        "auto", help="how ubatches take turns; auto: the cheaper one here", group="Overlap", choices=("auto", "greenlet", "thread")
+        "auto",
+        help="how ubatches take turns; auto: the cheaper one here",
+        group="Overlap",
+        choices=("auto", "greenlet", "thread"),
     )
     emulate_link_gb_per_s: float | None = _option(
         None,

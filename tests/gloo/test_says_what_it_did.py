@@ -16,7 +16,7 @@ from answers import greedy, settled_stats
 from counters import assert_add_up, reasons_of
 from failing_steps import FAIL_FILE
 from gloo_groups import Groups
-from patched_ranks import patched_ranks
+from patched_ranks import environment_of, patched_ranks
 
 from hocket.config.options import Options
 from hocket.errors import UBatchFailed
@@ -78,10 +78,10 @@ def test_failed_and_dropped_steps_are_counted_alike(tmp_path: Path, checkpoints:
             assert found["split" if overlap else "disabled"] > 2 * count
 
 
-def command(*args: str, level: str = "WARNING") -> tuple[str, str]:
+def command(*args: str, level: str = "WARNING", **variables: str) -> tuple[str, str]:
     """Standard output and error of `hocket generate` with two ranks and overlap."""
     wide = ("--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--temperature", "0")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOCKET_LOG_LEVEL": level}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOCKET_LOG_LEVEL": level, **variables}
     done = subprocess.run(
         [sys.executable, "-m", "hocket.cli.main", "generate", *wide, *args],
         capture_output=True,
@@ -138,3 +138,13 @@ def test_the_plain_text_says_it_and_a_vain_overlap_is_warned_of_once() -> None:
     )
     assert "overlap: split 1/" in out
     assert "WARNING" not in err
+
+
+def test_r087_steps_that_are_never_split_are_warned_of_while_they_run() -> None:
+    """After 20 steps here; decodes only, prefills having been split."""
+    prompts = ("--prompt", "In the beginning", "--prompt", "It came to pass", "--max-tokens", "45", "--ignore-eos")
+    _, err = command(*prompts, "--dbo-prefill-token-threshold", "2", **environment_of("counters:warn_soon"))
+    (warning,) = [line for line in err.splitlines() if "WARNING" in line]
+    assert "hocket rank 0: WARNING: overlap is on, but none of the first 20 decode steps was split" in warning
+    assert "(below_threshold 20): --dbo-decode-token-threshold is 32" in warning
+    assert "prefill" not in warning
