@@ -65,7 +65,7 @@ class VainWatch:
             "prefill": ("--dbo-prefill-token-threshold", overlap.prefill_token_threshold),
         }
         self._unsplit: dict[str, dict[str, int]] = {kind: {} for kind in self._thresholds}
-        self._most = dict.fromkeys(self._thresholds, 0)  # tokens of the working rank that had fewest
+        self._most = dict.fromkeys(self._thresholds, 0)  # tokens of the working rank that had fewest, below threshold
         self._open = set(self._thresholds)  # kinds never split and not warned of
         self._all_open = True
 
@@ -78,7 +78,8 @@ class VainWatch:
             return
         counts = self._unsplit[kind]
         add(counts, plan.reason.label)
-        self._most[kind] = max(self._most[kind], min(tokens for tokens in plan.num_tokens if tokens))
+        if plan.reason is Reason.BELOW_THRESHOLD:
+            self._most[kind] = max(self._most[kind], min(tokens for tokens in plan.num_tokens if tokens))
         if sum(counts.values()) == WARN_AFTER_STEPS:
             self._close(kind)
             self._warn(f"none of the first {WARN_AFTER_STEPS} {kind} steps was split", [kind])

@@ -120,7 +120,7 @@ def test_the_log_and_the_report_say_the_same(checkpoints: Checkpoints) -> None:
         }
         assert rank["overlap"]["ubatch_tokens"] == dict(sizes[i])
         assert reasons_of(rank)["split"] >= 6
-        assert len(re.findall(rf"hocket rank {i}: INFO: overlap: split \d+/\d+ steps .* ms/step", err)) == 1
+        assert len(re.findall(rf"hocket rank {i}: INFO: overlap: split \d+/\d+ steps .* ms/step", err)) >= 1
     assert "WARNING" not in err
 
 
