@@ -28,13 +28,14 @@ $(DEV_STAMP): $(STAMP)
 	$(BIN)/pip install -q --disable-pip-version-check $(EDITABLE) -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## generate text with the shipped model on two ranks with expert parallelism
+demo: $(STAMP) ## generate text with the shipped model on two ranks, then overlap off against on
 	$(BIN)/hocket generate --model tiny --data-parallel-size 2 --enable-expert-parallel \
 	  --max-tokens 80 --temperature 0.7 \
 	  --prompt "And it came to pass" \
 	  --prompt "It is a truth universally acknowledged, that" \
 	  --prompt "The lady was" \
 	  --prompt "In the beginning"
+	$(BIN)/hocket bench overlap --model tiny --repeats 3
 
 test: $(DEV_STAMP) ## run the tests (quick selection)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full"

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hocket.cache.manager import KVCacheManager
 from hocket.config.engine import EngineConfig
-from hocket.dist.exchange import StepExchange, Table, now_us
+from hocket.dist.exchange import StepExchange
 from hocket.dist.mesh import Mesh
 from hocket.errors import UBatchFailed
 from hocket.outputs import TokenOutput
 from hocket.overlap import vote
 from hocket.overlap.cost import TokenCost, Wish, wished_cuts
 from hocket.overlap.veto import prefix_hazard
-from hocket.overlap.vote import Reason, Row, StepPlan
+from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
 from hocket.scheduler.batch import Batch
 from hocket.scheduler.scheduler import Scheduler
+from hocket.worker.laps import Laps
 from hocket.worker.runner import OnProgress, Runner, StepResult
-from hocket.worker.stats import StepStats
+from hocket.worker.stats import StepRecord, StepStats
+from hocket.worker.step_log import StepLog
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Engine:
             prefill_interval=limits.prefill_interval,
         )
         self.stats = StepStats()
+        self.log = StepLog(mesh.rank, config.overlap)
         self._digest = config.digest
         self._token_cost = TokenCost.of(config.model)
         self._step = 0
@@ -93,7 +95,8 @@ class Engine:
         Raises:
             RankLost, StepDesync, BatonTimeout: another rank is late, gone or out of step, or a ubatch is stuck.
         """
-        t0 = time.perf_counter()
+        laps = Laps(self._ended_at)
+        self._ended_at = None
         batch = self.scheduler.schedule(self._step, protect_decodes=self._peers_decode)
         column = vote.facts(
             batch,
@@ -104,58 +107,54 @@ class Engine:
             failure=int(self._failed_here),
             wish=self._wish(batch),
         )
-        t1 = time.perf_counter()
+        laps.end("schedule")
         table = self.exchange.exchange(column)
-        t2, table_us = time.perf_counter(), now_us()
+        laps.end_exchange(table)
         plan = vote.decide(table, self.config.overlap)
         self._step += 1
         self._peers_decode = plan.any_decodes
         if plan.failed is not None:
-            self._fail(batch, plan.failed)
-            self._ended_at = None
+            self._drop(batch, plan.failed)
+            self._account(StepRecord(plan, batch.phase))
             return [], plan
         ready, self._held, self._held_batch = self._held, [], None
         if plan.is_idle:
-            self._ended_at = None
-            self.stats.count_step("idle", plan.reason.name.lower(), {})
-            return ready, plan
+            self._account(StepRecord(plan, batch.phase))
+        elif self._lock_step:
+            self._held, self._held_batch = self._execute(batch, plan, laps), batch
+        else:
+            ready = self._execute(batch, plan, laps)
+        return ready, plan
+
+    def _execute(self, batch: Batch, plan: StepPlan, laps: Laps) -> list[TokenOutput]:
+        """Run the model on this rank's batch as `plan` says; what its requests gained, nothing where it failed here."""
         ubatches = self.runner.prepare(batch, plan)
-        t3 = time.perf_counter()
+        laps.end("prepare")
+        record = StepRecord(
+            plan, batch.phase, tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches), laps.us
+        )
+        outputs: list[TokenOutput] = []
         try:
             logits, prompt_logits = self.runner.forward(ubatches, batch, plan)
         except UBatchFailed as error:
             self._fail_here(batch, plan, error)
-            return ready, plan
-        t4 = time.perf_counter()
-        result = self.runner.sample(batch, logits, prompt_logits)
-        t5 = time.perf_counter()
-        outputs = self._commit(batch, result)
-        t6 = time.perf_counter()
-        if self._lock_step:
-            self._held, self._held_batch = outputs, batch
+            record.has_failed = True
         else:
-            ready = outputs
-        exchange_us, wait_us = _split_exchange(table, table_us, (t2 - t1) * 1e6)
-        channel = (t0 - self._ended_at) * 1e6 if self._ended_at is not None else 0.0
-        self._ended_at = t6
-        self.stats.count_step(
-            batch.phase,
-            plan.reason.name.lower(),
-            {
-                "schedule": (t1 - t0) * 1e6,
-                "exchange": exchange_us,
-                "wait": wait_us,
-                "prepare": (t3 - t2) * 1e6,
-                "forward": (t4 - t3) * 1e6,
-                "sample": (t5 - t4) * 1e6,
-                "commit": (t6 - t5) * 1e6,
-                "channel": channel,
-            },
-            [part.layout.num_tokens for part in ubatches],
-            comm_us=self.runner.executor.comm_ns / 1000,
-            exposed_us=self.runner.executor.exposed_ns / 1000,
-        )
-        return ready, plan
+            laps.end("forward")
+            result = self.runner.sample(batch, logits, prompt_logits)
+            laps.end("sample")
+            outputs = self._commit(batch, result)
+            self._ended_at = laps.end("commit")
+        record.comm_us, record.exposed_us = self.runner.executor.comm_ns / 1e3, self.runner.executor.exposed_ns / 1e3
+        record.comm_bytes = self.runner.executor.comm_bytes
+        self._account(record)
+        return outputs
+
+    def _account(self, record: StepRecord) -> None:
+        """Every step passes here once, on every rank."""
+        self.stats.count_step(record)
+        ends_run = record.plan.is_finished if self._lock_step else not self.scheduler.has_unfinished
+        self.log.step(record, ends_run=ends_run)
 
     def _refusal(self, batch: Batch) -> Reason | None:
         """Why this rank's next step must not be split, if so."""
@@ -172,20 +171,17 @@ class Engine:
 
     def _fail_here(self, batch: Batch, plan: StepPlan, error: UBatchFailed) -> None:
         """This rank's part of the step failed: its requests end now, the others learn of it in the next exchange."""
-        self._held_batch = None
         self._failed_here = self._lock_step
         self._end_failed(batch, f"step {plan.step} failed on rank {self.mesh.rank}, {error}", is_cause=True)
-        self._ended_at = None
-        self.stats.count_failure(batch.phase, plan.reason.name.lower())
 
-    def _fail(self, batch: Batch, failed: tuple[int, int]) -> None:
-        """A step failed somewhere: what is held of it is worthless, and `batch`, scheduled on top of it, must wait."""
-        self._failed_here = False
+    def _drop(self, batch: Batch, failed: tuple[int, int]) -> None:
+        """The step before failed somewhere: what is held of it is worthless, and `batch`, built on it, must wait."""
         held, self._held, self._held_batch = self._held_batch, [], None
-        if held is not None:
+        if held is not None and not self._failed_here:
             self._end_failed(held, f"the step before failed on rank {failed[0]}", is_cause=False)
+            self.stats.failed += 1
+        self._failed_here = False
         self.scheduler.retract(batch)
-        self.stats.count_failure(batch.phase, "disabled")
 
     def _end_failed(self, batch: Batch, message: str, *, is_cause: bool) -> None:
         self.scheduler.fail(batch)
@@ -232,15 +228,6 @@ class Engine:
         return outputs
 
     def close(self) -> None:
+        self.log.close()
         self.runner.close()
         self.exchange.close()
-
-
-def _split_exchange(table: Table, table_us: int, total_us: float) -> tuple[float, float]:
-    """(µs from the last rank's arrival until the table was here at `table_us`, µs waited for that arrival).
-
-    Arrival times are comparable between ranks of one host only; the sum is always this rank's own measurement.
-    """
-    since = min((table_us - column[Row.ARRIVAL_US]) & 0x7FFFFFFF for column in table)
-    exchange = min(float(since), total_us)
-    return exchange, total_us - exchange

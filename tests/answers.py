@@ -45,6 +45,39 @@ def prompts(path: Path, lengths: Sequence[int], num_tokens: int = 1, seed: int =
     return hf_reference(path).prompts(list(lengths), num_tokens, seed)
 
 
+def expert_load(path: Path, results: Sequence[RequestOutput]) -> list[torch.Tensor]:
+    """How often transformers' routers choose each expert, by sparse layer, over what an engine computed for `results`.
+
+    (Every token but the last generated one, and nothing twice: for engines without prefix cache and preemptions.)
+    """
+    reference = hf_reference(path).model
+    num_experts = next(
+        module for module in reference.modules() if type(module).__name__.endswith("Router")
+    ).weight.shape[0]
+    totals: list[torch.Tensor] = []
+    for result in results:
+        chosen = chosen_experts(path, result.prompt_token_ids + result.outputs[0].token_ids[:-1])
+        counts = [torch.bincount(ids.flatten(), minlength=num_experts) for ids in chosen]
+        totals = [a + b for a, b in zip(totals, counts, strict=True)] if totals else counts
+    return totals
+
+
+def chosen_experts(path: Path, token_ids: list[int]) -> list[torch.Tensor]:
+    """The ids [T, K] that each of transformers' sparse layers gives its experts."""
+    model, chosen = hf_reference(path).model, []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
+        for module in model.modules()
+        if type(module).__name__.endswith(("MoeExperts", "NaiveMoe", "MoEExperts", "V3Experts"))
+    ]
+    assert hooks
+    with torch.no_grad():
+        model(torch.tensor([token_ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return chosen
+
+
 def settled_stats(llm: LLM, *, reset: bool = False) -> list[dict[str, Any]]:
     """Counters of all ranks once they sleep. (Right after an answer they may still take the step that finds no work.)
 

@@ -15,7 +15,7 @@ from hocket.config.options import Options
 from hocket.errors import ConfigError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
-from hocket.worker.stats import PARTS
+from hocket.worker.laps import PARTS
 
 
 @dataclass(frozen=True, kw_only=True)

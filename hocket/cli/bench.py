@@ -42,6 +42,31 @@ def throughput(
 
 
 @bench_app.command()
+@engine_options()
+def overlap(
+    *,
+    options: Options,
+    prompt_len: Annotated[int, typer.Option(help="tokens of a random prompt; a step holds one", min=2)] = 512,
+    prompts_per_rank: Annotated[int, typer.Option(help="prompts of a run on each rank", min=1)] = 8,
+    repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
+    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+) -> None:
+    """Overlap off against on, over an emulated link that takes about as long as compute.
+
+    The same prompts, on the same ranks (two, unless told otherwise); fails where their tokens differ. For another
+    link: --emulate-link-gb-per-s and --emulate-link-latency-us.
+
+    Example: hocket bench overlap --model tiny
+    """
+    from hocket.bench.overlap import Workload, run
+
+    work = Workload(prompt_len=prompt_len, prompts_per_rank=prompts_per_rank)
+    report = run(options, work, repeats=repeats, output=output)
+    if not report["rows"][0]["same_tokens"]:
+        raise typer.Exit(1)
+
+
+@bench_app.command()
 def handover(
     num_ubatches: Annotated[int, typer.Option(help="ubatches that take turns", min=2)] = 2,
     num_hand_overs: Annotated[int, typer.Option(help="hand-overs of a run", min=2)] = 20_000,

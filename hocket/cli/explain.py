@@ -87,6 +87,8 @@ def _reason(config: EngineConfig, phase: str, tokens: int) -> str:
     column[Row.TOKENS] = tokens
     column[Row.MAY_SPLIT] = 1
     column[Row.UNIFORM_QUERY] = int(phase == "decode")
+    if config.overlap.cut == "cost":
+        column[vote.WISHED_CUTS] = [tokens // 2] * (config.overlap.num_ubatches - 1)  # the reason depends on none
     table = [column] * config.parallel.expert_parallel_size
     return vote.decide(table, config.overlap).reason.name.lower()
 

@@ -141,6 +141,8 @@ def _num_tokens(results: list[RequestOutput]) -> int:
 
 
 def _print_text(results: list[RequestOutput], seconds: float, llm: LLM) -> None:
+    from hocket.worker.stats import overlap_line
+
     for result in results:
         for completion in result.outputs:
             if result.prompt is None:
@@ -151,11 +153,9 @@ def _print_text(results: list[RequestOutput], seconds: float, llm: LLM) -> None:
     tokens = _num_tokens(results)
     stats = llm.stats()
     ranks = len(stats)
-    line = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s on {ranks} rank{'s' * (ranks > 1)}"
+    print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s on {ranks} rank{'s' * (ranks > 1)}")
     if llm.config.overlap.num_ubatches > 1:
-        overlap = stats[0]["overlap"]
-        line += f"; split {overlap['split']} of {overlap['steps']} steps"
-    print(line)
+        print(f"{overlap_line(stats[0]['overlap'])} (on rank 0)")
 
 
 def _report(

@@ -125,20 +125,33 @@ class Options:
     )
 
     enable_dbo: bool = _option(
-        False, help="dual batch overlap: split steps in two ubatches that alternate", group="Overlap"
+        False,
+        help="dual batch overlap: split a step in two ubatches, one computes while the other communicates; needs "
+        "--data-parallel-size over 1 and --enable-expert-parallel. Both halves read every weight, so it pays in large "
+        "steps (prefill, many decodes) over slow links: see hocket bench overlap",
+        group="Overlap",
     )
     ubatch_size: int = _option(
-        0, help="over 1: so many ubatches (0: two with --enable-dbo)", group="Overlap", least=0, most=64
+        0,
+        help="over 1: overlap with so many ubatches (0: two with --enable-dbo); more hide more and cost more",
+        group="Overlap",
+        least=0,
+        most=64,
     )
     dbo_decode_token_threshold: int = _option(
         32,
-        help="split a step of decodes when every working rank has so many tokens",
+        help="split a step of decodes (one token per request) only if every rank that works has so many; below, the "
+        "halves cost more than they hide. At least the number of ubatches",
         group="Overlap",
         least=1,
         most=MAX_TOKENS,
     )
     dbo_prefill_token_threshold: int = _option(
-        512, help="the same for any other step", group="Overlap", least=1, most=MAX_TOKENS
+        512,
+        help="the same for steps with prompt tokens on any rank; a step in which one rank has fewer is not split",
+        group="Overlap",
+        least=1,
+        most=MAX_TOKENS,
     )
     ubatch_cut: str = _option(
         "equal",
@@ -148,7 +161,10 @@ class Options:
         choices=("equal", "cost"),
     )
     ubatch_executor: str = _option(
-        "auto", help="how ubatches take turns", group="Overlap", choices=("auto", "greenlet", "thread")
+        "auto",
+        help="how ubatches take turns; auto: the cheaper one here",
+        group="Overlap",
+        choices=("auto", "greenlet", "thread"),
     )
     emulate_link_gb_per_s: float | None = _option(
         None,

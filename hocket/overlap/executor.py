@@ -31,7 +31,7 @@ class UBatchExecutor:
     """
 
     def __init__(self, model: CausalLM, kind: str, size: int, timeout_s: float, device: torch.device) -> None:
-        self.comm_ns = self.exposed_ns = 0  # of the last step, see UBatchContext
+        self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self.recorder: Recorder | None = None
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -61,6 +61,7 @@ class UBatchExecutor:
         )
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
+        self.comm_bytes = sum(context.comm_bytes for context in contexts)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 

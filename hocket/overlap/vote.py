@@ -45,7 +45,11 @@ INT32_MAX = 0x7FFFFFFF
 
 
 class Reason(IntEnum):
-    """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins."""
+    """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins.
+
+    disabled: overlap is off. no_work: it is on, but no rank had anything to run. step_dropped: the step before had
+    failed on some rank, so this one, scheduled on top of it, did not run.
+    """
 
     SPLIT = 0
     DISABLED = 1
@@ -53,6 +57,13 @@ class Reason(IntEnum):
     PREFIX_HAZARD = 3
     RANK_CANNOT_SPLIT = 4
     NOT_PROFITABLE = 5
+    NO_WORK = 6
+    STEP_DROPPED = 7
+
+    @property
+    def label(self) -> str:
+        """The name that counters and logs use."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +149,8 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
     most = max(tokens)
     uniform = {column[Row.UNIFORM_QUERY] for column in working}
     uniform_query = uniform.pop() if len(uniform) == 1 else 0
-    reason = _reason(working, uniform_query, policy)
+    failed = next(((rank, c[Row.ABORT]) for rank, c in enumerate(table) if c[Row.ABORT]), None)
+    reason = Reason.STEP_DROPPED if failed else _reason(working, uniform_query, policy)
     split = reason is Reason.SPLIT
     return StepPlan(
         step=table[0][Row.STEP],
@@ -154,14 +166,16 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
         any_decodes=any(column[Row.UNIFORM_QUERY] > 0 for column in working),
         is_idle=most == 0,
         is_finished=all(column[Row.UNFINISHED] == 0 for column in table),
-        failed=next(((rank, c[Row.ABORT]) for rank, c in enumerate(table) if c[Row.ABORT]), None),
+        failed=failed,
     )
 
 
 def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) -> Reason:
     """SPLIT, or the lowest code of all refusals. Ranks without work neither veto nor count for the threshold."""
-    if policy.num_ubatches < 2 or not working:
+    if policy.num_ubatches < 2:
         return Reason.DISABLED
+    if not working:
+        return Reason.NO_WORK
     refusals = [Reason(-column[Row.MAY_SPLIT]) for column in working if column[Row.MAY_SPLIT] != 1]
     threshold = policy.decode_token_threshold if uniform_query else policy.prefill_token_threshold
     if not policy.force_split and any(column[Row.TOKENS] < threshold for column in working):

@@ -25,7 +25,7 @@ class UBatchContext:
     order: the stages and hand-overs of a sparse layer behind attention. track: where the ubatch is; its `layer` counts
     sparse layers whose collectives are over, after a failure the rest still have to take place.
     comm_ns: time that transfers took, from the start of the send to the end of the receive. exposed_ns: the part of it
-    that compute stood still for.
+    that compute stood still for. comm_bytes: what this rank sent.
     """
 
     idx: int
@@ -37,6 +37,7 @@ class UBatchContext:
     hooks: deque[Hook] = field(default_factory=deque)
     comm_ns: int = 0
     exposed_ns: int = 0
+    comm_bytes: int = 0
 
     def run_hooks(self) -> None:
         """Run what other ubatches left for this one, oldest first."""

@@ -79,6 +79,7 @@ class Running(Generic[T]):
             arrived_ns = self._transfer.arrived_ns
             arrived = self._last.stopped_ns if arrived_ns is None else arrived_ns()
             context.comm_ns += arrived - self._send.started_ns
+            context.comm_bytes += self._transfer.num_bytes()
             context.exposed_ns += max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
             if self._recorded:
                 self._record(arrived)

@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from hocket.overlap.vote import Reason, StepPlan
+from hocket.scheduler.batch import Phase
+from hocket.worker.laps import PARTS
 
 WINDOW = 4096
 """Durations kept per part for medians and spreads; sums go over all steps."""
 
-PARTS = ("schedule", "exchange", "wait", "prepare", "forward", "sample", "commit", "channel")
-"""exchange: the exchange itself, from the last rank's arrival on; wait: for ranks that came later than this one."""
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step was on this rank.
+
+    phase: of this rank's own batch; a rank without requests is idle also where the others work. ubatches: (this rank's
+    tokens, rows every rank counts) of each ubatch; empty where the model did not run. us: durations by part. comm_us:
+    the time of its transfers; exposed_us: the part of it that compute stood still for; comm_bytes: what was sent.
+    """
+
+    plan: StepPlan
+    phase: Phase
+    ubatches: tuple[tuple[int, int], ...] = ()
+    us: Mapping[str, float] = field(default_factory=dict)
+    has_failed: bool = False
+    comm_us: float = 0.0
+    exposed_us: float = 0.0
+    comm_bytes: int = 0
 
 
 class StepStats:
     """Counters since the start or the last reset.
 
-    prompt_tokens: computed ones, again after a preemption; those taken from the prefix cache are not among them.
+    Every step is counted once, under this rank's phase and the reason all ranks agreed on; a step that was dropped
+    because the one before had failed counts under the phase it would have had. prompt_tokens: computed ones, again
+    after a preemption; those taken from the prefix cache are not among them. failed: steps whose results were
+    worthless, here or on another rank.
     """
 
     def __init__(self) -> None:
@@ -29,8 +53,10 @@ class StepStats:
         self.generated_tokens = 0
         self.phases = dict.fromkeys(("prefill", "decode", "mixed", "idle"), 0)
         self.reasons: dict[str, dict[str, int]] = {}
+        self.forwards = 0
         self.split = 0
         self.comm_us = self.exposed_us = 0.0
+        self.comm_bytes = 0
         self.failed = 0
         self.ubatch_tokens: dict[str, int] = {}
         self.requests_finished: dict[str, int] = {}
@@ -38,48 +64,38 @@ class StepStats:
         self._recent: dict[str, deque[float]] = {part: deque(maxlen=WINDOW) for part in PARTS}
         self._step_us: deque[float] = deque(maxlen=WINDOW)
 
-    def count_step(
-        self,
-        phase: str,
-        reason: str,
-        durations_us: dict[str, float],
-        ubatch_tokens: Sequence[int] = (),
-        comm_us: float = 0.0,
-        exposed_us: float = 0.0,
-    ) -> None:
-        """One step of `phase` that took `durations_us`, by part; `ubatch_tokens`: this rank's tokens in each ubatch;
-        comm_us: the time of its transfers; exposed_us: the part of it that compute stood still for."""
-        self._count(phase, reason)
-        self.comm_us += comm_us
-        self.exposed_us += exposed_us
-        if len(ubatch_tokens) > 1:
+    def count_step(self, record: StepRecord) -> None:
+        """One step, also one in which nobody worked or that was dropped."""
+        self.steps += 1
+        self.phases[record.phase] += 1
+        add(self.reasons.setdefault(record.phase, {}), record.plan.reason.label)
+        self.failed += record.has_failed
+        if record.ubatches:
+            self._count_forward(record)
+
+    def _count_forward(self, record: StepRecord) -> None:
+        self.forwards += 1
+        self.comm_us += record.comm_us
+        self.exposed_us += record.exposed_us
+        self.comm_bytes += record.comm_bytes
+        if len(record.ubatches) > 1:
             self.split += 1
-            key = "+".join(map(str, ubatch_tokens))
-            self.ubatch_tokens[key] = self.ubatch_tokens.get(key, 0) + 1
-        total = 0.0
-        for part, duration in durations_us.items():
+            add(self.ubatch_tokens, "+".join(str(num_tokens) for num_tokens, _ in record.ubatches))
+        if record.has_failed:
+            return
+        for part, duration in record.us.items():
             self._sums[part] += duration
             self._recent[part].append(duration)
-            total += duration
-        if durations_us:
-            self._step_us.append(total)
-
-    def count_failure(self, phase: str, reason: str) -> None:
-        """One step that failed, here or on another rank."""
-        self._count(phase, reason)
-        self.failed += 1
-
-    def _count(self, phase: str, reason: str) -> None:
-        self.steps += 1
-        self.phases[phase] += 1
-        by_reason = self.reasons.setdefault(phase, {})
-        by_reason[reason] = by_reason.get(reason, 0) + 1
+        self._step_us.append(sum(record.us.values()))
 
     def count_finished(self, reason: str) -> None:
-        self.requests_finished[reason] = self.requests_finished.get(reason, 0) + 1
+        add(self.requests_finished, reason)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in µs: `sum` over all steps, the rest over the last WINDOW steps."""
+        """Everything as plain values. Times in µs: `sum` over all steps, the rest over the last WINDOW steps.
+
+        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank.
+        """
         return {
             "steps": self.steps,
             "phases": dict(self.phases),
@@ -89,15 +105,42 @@ class StepStats:
             "failed": self.failed,
             "overlap": {
                 "steps": self.steps,
+                "forwards": self.forwards,
                 "split": self.split,
                 "reasons": {phase: dict(reasons) for phase, reasons in self.reasons.items()},
                 "ubatch_tokens": dict(self.ubatch_tokens),
                 "comm_us": self.comm_us,
                 "exposed_comm_us": self.exposed_us,
+                "comm_bytes": self.comm_bytes,
             },
             "times_us": {part: _figures(self._recent[part], self._sums[part]) for part in PARTS},
             "step_us": _figures(self._step_us, sum(self._sums.values())),
         }
+
+
+def overlap_line(overlap: Mapping[str, Any]) -> str:
+    """A snapshot's "overlap" as one line: `overlap: split 8/10 steps (below_threshold 2), exposed comm …`."""
+    reasons: dict[str, int] = {}
+    for by_reason in overlap["reasons"].values():
+        for reason, count in by_reason.items():
+            add(reasons, reason, count)
+    line = f"overlap: split {overlap['split']}/{overlap['steps']} steps"
+    others = list_reasons({reason: n for reason, n in reasons.items() if reason != Reason.SPLIT.label})
+    if others:
+        line += f" ({others})"
+    forwards = overlap["forwards"] or 1
+    exposed, total = (overlap[name] / forwards / 1000 for name in ("exposed_comm_us", "comm_us"))
+    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step"
+
+
+def list_reasons(reasons: Mapping[str, int]) -> str:
+    """`below_threshold 96, prefix_hazard 40`, the most frequent first."""
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1]))
+
+
+def add(counts: dict[str, int], key: str, count: int = 1) -> None:
+    """Count `key`."""
+    counts[key] = counts.get(key, 0) + count
 
 
 def _figures(recent: deque[float], total: float) -> dict[str, float]:

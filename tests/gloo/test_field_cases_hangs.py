@@ -15,6 +15,7 @@ import more_checkpoints
 import pytest
 from answers import assert_right, greedy, prompts, settled_stats, steps_of
 from gloo_groups import Groups
+from overlapped import OFF_FORCED, Mode
 
 from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
@@ -44,7 +45,9 @@ def arrivals(draw: random.Random, mean: float) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_r021_200_requests_that_come_at_random(groups: Groups, checkpoints: Checkpoints, num_ranks: int) -> None:
+def test_r021_200_requests_that_come_at_random(
+    groups: Groups, checkpoints: Checkpoints, num_ranks: int, overlap: Mode
+) -> None:
     """Lengths of 1 to 40, arrivals between steps, few blocks: every request ends; a late rank would be named."""
     path, draw = checkpoints("qwen3"), random.Random(num_ranks)
     waiting = [[draw.randrange(3, 512) for _ in range(draw.randint(1, 40))] for _ in range(200)]
@@ -52,7 +55,7 @@ def test_r021_200_requests_that_come_at_random(groups: Groups, checkpoints: Chec
     done: dict[str, RequestOutput] = {}
     deadline = time.monotonic() + WATCHDOG_S
     options = {"block_size": 4, "max_num_seqs": 16, "max_num_batched_tokens": 48, "kv_cache_memory_bytes": 400_000}
-    with groups.llm(path, num_ranks, max_model_len=96, **options) as llm:
+    with groups.llm(path, num_ranks, max_model_len=96, **options, **overlap.options) as llm:
         added = 0
         while len(done) < len(waiting):
             assert time.monotonic() < deadline, f"{len(waiting) - len(done)} requests have not ended"
@@ -62,36 +65,43 @@ def test_r021_200_requests_that_come_at_random(groups: Groups, checkpoints: Chec
             added += count
             done |= {result.request_id: result for result in llm.client.poll(0.02) if result.finished}
         assert steps_of(llm) > 40
+        overlap.check_llm(llm, least=20)
         assert llm.client.num_requests_per_rank() == [0] * num_ranks
         assert [(rank["num_running"], rank["num_waiting"]) for rank in settled_stats(llm)] == [(0, 0)] * num_ranks
     assert [len(done[f"r021-{i}"].outputs[0].token_ids) for i in range(len(waiting))] == lengths
     assert_right(path, [done[f"r021-{i}"] for i in range(0, 200, 20)])
 
 
-def test_r024_a_rank_without_work_for_its_whole_life(groups: Groups, checkpoints: Checkpoints) -> None:
+@OFF_FORCED
+def test_r024_a_rank_without_work_for_its_whole_life(groups: Groups, checkpoints: Checkpoints, overlap: Mode) -> None:
     path = checkpoints("v3")
-    with groups.llm(path, 2) as llm:
+    with groups.llm(path, 2, **overlap.options) as llm:
         assert_right(path, llm.generate(prompts(path, (9,), num_tokens=12), greedy(12), data_parallel_rank=0))
         busy, idle = settled_stats(llm)
+        overlap.check([busy, idle], least=12)
         assert busy["steps"] == idle["steps"] >= 12
         assert (idle["prompt_tokens"], idle["generated_tokens"]) == (0, 0)
         assert idle["phases"] == {"prefill": 0, "decode": 0, "mixed": 0, "idle": idle["steps"]}
 
 
-def test_r036_many_small_experts(groups: Groups, checkpoints: Checkpoints) -> None:
+def test_r036_many_small_experts(groups: Groups, checkpoints: Checkpoints, overlap: Mode) -> None:
     """64 experts of which 8 are chosen (OLMoE's shape): a short answer takes a few steps and well below 5 seconds."""
     path = checkpoints("qwen3-many-experts")
     given = prompts(path, (8,), num_tokens=8)
-    with groups.llm(path, 2) as llm:
+    with groups.llm(path, 2, **overlap.options) as llm:
         began = time.monotonic()
         results = llm.generate(given, greedy(8, logprobs=2))
         assert time.monotonic() - began < 5.0
         assert_right(path, results)
         assert steps_of(llm) <= 10
+        overlap.check_llm(llm)
 
 
+@OFF_FORCED
 @pytest.mark.parametrize("interval", [1, 4])
-def test_r064_a_long_prompt_does_not_stop_a_stream(groups: Groups, checkpoints: Checkpoints, interval: int) -> None:
+def test_r064_a_long_prompt_does_not_stop_a_stream(
+    groups: Groups, checkpoints: Checkpoints, interval: int, overlap: Mode
+) -> None:
     """While rank 0 decodes, rank 1 computes 400 prompt tokens, 16 in every `interval`-th step and then 100 tokens.
 
     The stream gets a token in each of its steps, none of which holds more than 16 prompt tokens; the long prompt is
@@ -100,11 +110,12 @@ def test_r064_a_long_prompt_does_not_stop_a_stream(groups: Groups, checkpoints: 
     path = checkpoints("qwen3")
     stream, long = prompts(path, (3,))[0], prompts(path, (400,))[0]
     options = {"long_prefill_token_threshold": 16, "prefill_interval": interval, "enable_prefix_caching": False}
-    with groups.llm(path, 2, **options) as llm:
+    with groups.llm(path, 2, **options, **overlap.options) as llm:
         params = [greedy(220), greedy(100)]
         llm.generate([stream, long], params, data_parallel_rank=[0, 1])
         first, second = (rank["phases"] for rank in settled_stats(llm))
         steps = steps_of(llm)
+        overlap.check_llm(llm, least=220)
     assert (first["prefill"], first["decode"], first["mixed"]) == (1, 219, 0)
     assert (second["prefill"], second["decode"], second["mixed"]) == (25, 99, 0)
     # A few steps of slack at the start, where ranks may hear of their prompts at different steps, and one at the end.
@@ -114,16 +125,17 @@ def test_r064_a_long_prompt_does_not_stop_a_stream(groups: Groups, checkpoints: 
 
 
 @contextmanager
-def decoding(path: Path, num_ranks: int) -> Iterator[LLM]:
-    """Ranks of their own, each in the middle of decoding long answers."""
+def decoding(path: Path, num_ranks: int, overlap: Mode) -> Iterator[LLM]:
+    """Ranks of their own, each in the middle of decoding two long answers."""
     group = RankGroup.start(num_ranks, 120.0)
     options = {"model": str(path), "data_parallel_size": num_ranks, "enable_expert_parallel": True}
-    limits = {"skip_tokenizer_init": True, "step_timeout": STEP_TIMEOUT_S}
+    limits = {"skip_tokenizer_init": True, "step_timeout": STEP_TIMEOUT_S, **overlap.options}
+    num_requests = 2 * num_ranks
     try:
         with LLM.from_options(Options.from_dict(options | limits), group=group) as llm:
-            llm.client.add_many([(f"{rank}", [5, 6, 7], greedy(500), rank) for rank in range(num_ranks)])
+            llm.client.add_many([(f"{i}", [5, 6, 7], greedy(500), i % num_ranks) for i in range(num_requests)])
             counts: dict[str, int] = {}
-            while len(counts) < num_ranks or min(counts.values()) < 5:
+            while len(counts) < num_requests or min(counts.values()) < 5:
                 counts |= {r.request_id: len(r.outputs[0].token_ids) for r in llm.client.poll(20.0)}
             yield llm
     finally:
@@ -139,10 +151,12 @@ def poll_for(llm: LLM, seconds: float) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_r034_r043_a_rank_is_killed_or_stopped_while_decoding(
-    checkpoints: Checkpoints, how: signal.Signals, victim: int
+    checkpoints: Checkpoints, how: signal.Signals, victim: int, overlap: Mode
 ) -> None:
     """The error names the rank, comes in time, and no process is left."""
-    with decoding(checkpoints("qwen3"), 2) as llm:
+    with decoding(checkpoints("qwen3"), 2, overlap) as llm:
+        if overlap.is_on:
+            assert min(rank["overlap"]["split"] for rank in llm.client.stats()) >= 5
         pids = list(llm.client.group.pids.values())
         began = time.monotonic()
         os.kill(llm.client.group.pids[victim], how)

@@ -11,10 +11,11 @@ import more_checkpoints
 import paged
 import pytest
 import torch
-from answers import assert_right, greedy, ids_of, prompts
+from answers import assert_right, expert_load, greedy, ids_of, prompts
 from checkpoints import hf_reference
 from in_process import engine_of, group_of, in_process_llm
 from more_checkpoints import Tensors, edited, fp8_pair
+from overlapped import OFF_FORCED, Mode
 
 from hocket.config.engine import OverlapConfig
 from hocket.config.model import ModelConfig
@@ -96,12 +97,14 @@ def test_r013_all_experts_elsewhere(backend: str, num_local: int) -> None:
     assert not out.any()
 
 
-def test_r016_alone_and_together(checkpoints: Checkpoints) -> None:
+@OFF_FORCED
+def test_r016_alone_and_together(checkpoints: Checkpoints, overlap: Mode) -> None:
     path = checkpoints("v2")
     given = prompts(path, (1, 9, 16, 33, 70), num_tokens=10)
     with in_process_llm(path, enable_prefix_caching=False) as llm:
         together = llm.generate(given, greedy(10, logprobs=2))
         alone = [llm.generate([prompt], greedy(10))[0] for prompt in given]
+        overlap.check(llm.stats(), least=60)
     assert_right(path, together)
     assert ids_of(alone) == ids_of(together)
 
@@ -149,8 +152,9 @@ def test_r040_ranks_at_different_steps_or_settings_raise() -> None:
 # -- load, limits ---------------------------------------------------------------------------------------------------
 
 
+@OFF_FORCED
 @pytest.mark.parametrize("model", ["qwen3", "v3"])
-def test_r073_expert_load_is_the_routers_choice_exactly(checkpoints: Checkpoints, model: str) -> None:
+def test_r073_expert_load_is_the_routers_choice_exactly(checkpoints: Checkpoints, model: str, overlap: Mode) -> None:
     """Counts per layer and expert equal those of transformers' routers over the same tokens."""
     path = checkpoints(model)
     given = prompts(path, (5, 40, 17), num_tokens=6)
@@ -160,30 +164,11 @@ def test_r073_expert_load_is_the_routers_choice_exactly(checkpoints: Checkpoints
             layer.count_expert_load()
         results = llm.generate(given, greedy(6))
         assert_right(path, results)
-    sequences = [result.prompt_token_ids + result.outputs[0].token_ids[:-1] for result in results]
-    expected = [torch.zeros(layer.router.config.num_experts, dtype=torch.int64) for layer in layers]
-    for sequence in sequences:
-        for total, chosen in zip(expected, chosen_experts(path, sequence), strict=True):
-            total += torch.bincount(chosen.flatten(), minlength=len(total))
+        overlap.check(llm.stats(), least=6)
+    expected = expert_load(path, results)
     assert [layer.expert_load.tolist() for layer in layers if layer.expert_load is not None] == [
         total.tolist() for total in expected
     ]
-
-
-def chosen_experts(path: Path, token_ids: list[int]) -> list[torch.Tensor]:
-    """The ids [T, K] that each of transformers' sparse layers gives its experts."""
-    model, chosen = hf_reference(path).model, []
-    hooks = [
-        module.register_forward_pre_hook(lambda _, given: chosen.append(given[1]))
-        for module in model.modules()
-        if type(module).__name__.endswith(("MoeExperts", "NaiveMoe", "MoEExperts", "V3Experts"))
-    ]
-    assert hooks
-    with torch.no_grad():
-        model(torch.tensor([token_ids]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return chosen
 
 
 @pytest.mark.parametrize(
@@ -212,7 +197,8 @@ def test_r078_a_prompt_over_the_limit_is_refused_and_starts_nothing(checkpoints:
         assert len(llm.generate([[7] * 63], greedy(5))[0].outputs[0].token_ids) == 1
 
 
-def test_r121_an_abort_frees_its_blocks_at_once(checkpoints: Checkpoints) -> None:
+@OFF_FORCED
+def test_r121_an_abort_frees_its_blocks_at_once(checkpoints: Checkpoints, overlap: Mode) -> None:
     path = checkpoints("qwen3")
     given = prompts(path, (20, 21, 22, 23), num_tokens=4)
     with in_process_llm(path, block_size=4, enable_prefix_caching=False) as llm:
@@ -232,6 +218,7 @@ def test_r121_an_abort_frees_its_blocks_at_once(checkpoints: Checkpoints) -> Non
         while llm.client.has_unfinished:
             done |= {result.request_id: result for result in llm.client.poll(1.0) if result.finished}
         assert engine_of(llm).scheduler.counters().kv_usage == 0.0
+        overlap.check(llm.stats(), least=40)
     assert sorted(done) == ["0", "2", "3"]
     assert_right(path, list(done.values()))
 

@@ -41,6 +41,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 WIDE = ("--data-parallel-size", "2", "--enable-expert-parallel")
+DUAL = (*WIDE, "--enable-dbo")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,25 @@ WIDE = ("--data-parallel-size", "2", "--enable-expert-parallel")
         (("--all2all-backend", "torch"), ("all2all_backend", "data_parallel_size is over 1")),
         (("--pipeline-parallel-size", "2"), ("pipeline_parallel_size", "2", "data_parallel_size")),
         (("--tensor-parallel-size", "2"), ("tensor_parallel_size", "2", "data_parallel_size")),
+        # The same with overlap, and overlap where there is nothing to overlap.
+        (("--enable-dbo",), ("enable_dbo", "data_parallel_size is over 1")),
+        (("--ubatch-size", "3"), ("ubatch_size", "data_parallel_size is over 1")),
+        (("--data-parallel-size", "2", "--enable-dbo"), ("enable_dbo", "with enable_expert_parallel")),
+        ((*DUAL, "--pipeline-parallel-size", "2"), ("pipeline_parallel_size", "2", "data_parallel_size")),
+        ((*DUAL, "--expert-parallel-size", "1"), ("--expert-parallel-size", "--help")),
+        *[
+            ((*DUAL, "--all2all-backend", name), ("all2all_backend", name, "auto, torch, allgather_reducescatter"))
+            for name in ("deepep_low_latency", "link_emulator")
+        ],
+        # R030: a threshold that would make empty halves.
+        ((*DUAL, "--dbo-decode-token-threshold", "1"), ("dbo_decode_token_threshold", "at least 2")),
+        ((*DUAL, "--dbo-prefill-token-threshold", "1"), ("dbo_prefill_token_threshold", "at least 2")),
+        ((*DUAL, "--dbo-decode-token-threshold", "0"), ("dbo_decode_token_threshold", "from 1 to")),
         (("--block-size", "two"), ("--block-size", "integer")),
         (("--dtype", "fp4"), ("dtype", "fp4", "auto, float32, bfloat16, float16")),
     ],
 )
-def test_r090_r091_r103_r106_r109_wrong_options_end_in_one_line(
+def test_r030_r090_r091_r103_r106_r109_wrong_options_end_in_one_line(
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -85,7 +100,7 @@ def test_r082_a_model_that_is_not_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_type: str | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 512}))
-    code, error = run_cli(monkeypatch, capsys, "generate", "--model", str(tmp_path), *WIDE, "-p", "x")
+    code, error = run_cli(monkeypatch, capsys, "generate", "--model", str(tmp_path), *DUAL, "-p", "x")
     assert code == 2
     assert len(error.splitlines()) == 1
     assert repr(model_type) in error
@@ -117,11 +132,19 @@ def test_r090_no_value_is_changed_silently(checkpoints: Checkpoints) -> None:
         "long_prefill_token_threshold": 9,
         "prefill_interval": 2,
     }
-    config = resolve(Options.from_dict({"model": str(checkpoints("qwen3")), **given, **scheduler, "block_size": 5}))
+    model = {"model": str(checkpoints("qwen3")), "block_size": 5}
+    config = resolve(Options.from_dict({**model, **given, **scheduler}))
     assert {name: getattr(config, name) for name in given} == given
     assert {name: getattr(config.scheduler, name) for name in scheduler} == scheduler
     assert config.cache.block_size == 5
     assert config.parallel.data_parallel_size == 1
+    wide = {"data_parallel_size": 3, "enable_expert_parallel": True, "ubatch_size": 3, "ubatch_executor": "thread"}
+    thresholds = {"dbo_decode_token_threshold": 7, "dbo_prefill_token_threshold": 9}
+    config = resolve(Options.from_dict({**model, **given, **scheduler, **wide, **thresholds}))
+    assert {name: getattr(config, name) for name in given} == given
+    assert {name: getattr(config.scheduler, name) for name in scheduler} == scheduler
+    assert (config.overlap.num_ubatches, config.overlap.executor) == (3, "thread")
+    assert (config.overlap.decode_token_threshold, config.overlap.prefill_token_threshold) == (7, 9)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe", "kimi_linear"])

@@ -100,7 +100,7 @@ def decodes(count: int) -> list[int]:
         ([decodes(2), decodes(3)], Reason.SPLIT, (1, 3)),
         ([decodes(2), decodes(1)], Reason.BELOW_THRESHOLD, (2,)),
         ([decodes(2), column_of()], Reason.SPLIT, (1, 2)),  # an idle rank is left out of the test
-        ([column_of(), column_of()], Reason.DISABLED, (0,)),
+        ([column_of(), column_of()], Reason.NO_WORK, (0,)),
         ([column_of((9, 0, 9)), decodes(8)], Reason.SPLIT, (4, 9)),  # not uniform: the other threshold counts
         ([column_of((9, 0, 9)), decodes(7)], Reason.BELOW_THRESHOLD, (9,)),
         ([column_of((7, 0, 7)), column_of()], Reason.BELOW_THRESHOLD, (7,)),

@@ -50,11 +50,15 @@ class LinkEmulator(Transport):
             begin = max(time.perf_counter(), self._free_at)
             transfer.send()
             seconds = self.latency_us * 1e-6 + transfer.num_bytes() / (self.gb_per_s * 1e9)
-            delivered_at = self._free_at = begin + seconds
+            delivered_at = self._free_at = max(begin + seconds, time.perf_counter())
 
         def receive() -> None:
+            nonlocal delivered_at
             if transfer.receive is not None:
                 transfer.receive()
-            time.sleep(max(0.0, delivered_at - time.perf_counter()))
+            left = delivered_at - time.perf_counter()
+            if left > 0.0:
+                time.sleep(left)
+                delivered_at = time.perf_counter()  # a sleep may last longer
 
         return Transfer(send, transfer.result, transfer.num_bytes, receive, lambda: int(delivered_at * 1e9))

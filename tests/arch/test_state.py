@@ -1,0 +1,52 @@
+"""No layer keeps state between calls where two ubatches could meet in it: it would be the other one's rows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "hocket"
+PACKAGES = ("models", "moe", "attention", "layers")
+SETTING_UP = ("__init__", "__init_subclass__", "count_expert_load")
+ALLOWED = {
+    # Depends on positions alone, so whoever made it finds the same; it only grows.
+    ("layers/rotary.py", "RotaryEmbedding"),
+    # Reads files, before anything runs.
+    ("models/checkpoint.py", "Checkpoint"),
+    # One call's own object, made anew for each.
+    ("moe/transport/torch_a2a.py", "_Dispatch"),
+    # The emulated link is one for all, as a real one is.
+    ("moe/transport/link_emulator.py", "LinkEmulator"),
+}
+
+
+def assignments(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """(class, function, attribute) of every `self.attribute = …` outside the functions that set an object up."""
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for function in (node for node in owner.body if isinstance(node, ast.FunctionDef)):
+            if function.name in SETTING_UP:
+                continue
+            for node in ast.walk(function):
+                is_own = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if is_own and isinstance(node.value, ast.Name) and node.value.id == "self":
+                    yield owner.name, function.name, node.attr
+
+
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_r006_nothing_is_kept_on_a_layer_between_calls(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), f"{name} writes a module global"
+    found = [entry for entry in assignments(tree) if (name, entry[0]) not in ALLOWED]
+    assert not found, f"{name}: keep it in a PerUBatch, or pass it on: {found}"
+
+
+def test_the_rule_can_fail() -> None:
+    bad = "class Layer:\n    def forward(self, x):\n        self.scratch = x\n        return x\n"
+    assert list(assignments(ast.parse(bad))) == [("Layer", "forward", "scratch")]
