@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoints import VOCAB, Reference, hf_reference
-from gloo_groups import Groups
+from gloo_groups import STEP_TIMEOUT_S, Groups
 from overlap_cells import (
     HEAD_LEN,
     NUM_RANKS,
@@ -24,6 +24,7 @@ from overlap_cells import (
     Ask,
     Case,
     Cell,
+    Expected,
     asks_of,
     engine_options,
     expected,
@@ -53,6 +54,9 @@ class Key:
     number: int
 
 
+_PREFIX = Key(True, None, 0, 0)
+
+
 @dataclass(frozen=True)
 class Answer:
     """A prompt with transformers' NUM_TOKENS greedy tokens and their log-probabilities fp32 [NUM_TOKENS, V]."""
@@ -71,7 +75,7 @@ class Answers:
 
     def of(self, keys: Iterable[Key]) -> dict[Key, Answer]:
         wanted = list(keys)
-        self._find({Key(True, None, 0, 0) for key in wanted if key.is_prefixed})
+        self._find({_PREFIX for key in wanted if key.is_prefixed})
         self._find({_head(key) for key in wanted if _has_head(key)})
         self._find(set(wanted))
         return {key: self._found[key] for key in wanted}
@@ -102,7 +106,7 @@ class Answers:
             start = self._found[_head(key)].prompt
             length -= HEAD_LEN
         elif key.is_prefixed:
-            start = self._found[Key(True, None, 0, 0)].prompt
+            start = self._found[_PREFIX].prompt
         draw = random.Random(f"{key} {attempt}")
         return start + [draw.randrange(3, VOCAB) for _ in range(length)]
 
@@ -124,6 +128,14 @@ Plain = list[list[tuple[int, dict[int, float]]]]
 """By request and output position: the token, and the log-probabilities that were asked for."""
 
 
+class WrongAnswer(AssertionError):
+    """Other tokens or log-probabilities than transformers, or than without overlap."""
+
+
+class WrongSteps(AssertionError):
+    """Steps split, or cut, other than they must be."""
+
+
 @dataclass
 class Checker:
     """Runs cells on an engine and compares: with transformers, with an engine without overlap, and with what the steps
@@ -131,106 +143,116 @@ class Checker:
 
     groups: Groups
     checkpoints: Checkpoints
+    step_timeout: float = STEP_TIMEOUT_S
     num_cells: int = 0
     _answers: dict[str, Answers] = field(default_factory=dict)
     _off: dict[tuple[Any, ...], Plain] = field(default_factory=dict)
 
     def check(self, config: Cell, cases: Iterable[Case]) -> None:
-        """All `cases` on an engine of this configuration. Raises AssertionError with what is wrong first."""
-        chosen = list(cases)
-        self._run_without_overlap(config, chosen)
-        with forced(config), self._llm(config, **overlap_options(config)) as llm:
-            for case in chosen:
-                self.check_case(llm, config, case)
+        """All `cases` on an engine of this configuration.
 
-    def check_case(self, llm: LLM, config: Cell, case: Case) -> None:
-        """One (size, phase) on a running engine."""
-        asks = asks_of(*case, config)
+        Raises:
+            WrongAnswer, WrongSteps: what is wrong first, and where.
+        """
+        chosen = list(cases)
+        self.run_without_overlap(config, chosen)
+        with self._llm(config) as llm:
+            for case in chosen:
+                stats = self._check_case(llm, config, case)
+                check_steps(stats, config, asks_of(*case, config), f"{config} {case}")
+                self.num_cells += 1
+
+    def check_answers(self, config: Cell, cases: Iterable[Case]) -> list[list[dict[str, Any]]]:
+        """As `check`, but how steps were split is not looked at: each case's counters of all ranks."""
+        chosen = list(cases)
+        self.run_without_overlap(config, chosen)
+        with self._llm(config) as llm:
+            return [self._check_case(llm, config, case) for case in chosen]
+
+    def run_without_overlap(self, config: Cell, cases: Iterable[Case]) -> None:
+        """Make what `check` compares with, where it is not there yet."""
+        self._answers_of(config, [ask for case in cases for ask in asks_of(*case, config)])
+        missing = [case for case in cases if _off_key(config, case) not in self._off]
+        if not missing:
+            return
+        off = {**config, "ubatches": 1, "executor": "greenlet", "threshold": "least"}
+        with self._llm(off, asks_for_overlap=False) as llm:
+            for case in missing:
+                asks, where = asks_of(*case, off), f"without overlap: {off} {case}"
+                results = self._generate(llm, off, asks)
+                self._compare_with_transformers(off, asks, results, where)
+                check_steps(llm.stats(reset=True), off, asks, where)
+                self._off[_off_key(config, case)] = _plain(results)
+
+    def _check_case(self, llm: LLM, config: Cell, case: Case) -> list[dict[str, Any]]:
+        asks, where = asks_of(*case, config), f"{config} {case}"
         results = self._generate(llm, config, asks)
-        stats = llm.stats(reset=True)
-        where = f"{config} {case}"
-        self._check_answers(config, asks, results, where)
-        _check_same(_plain(results), self._off[_off_key(config, case)], where)
-        check_steps(stats, config, asks, where)
-        self.num_cells += 1
+        self._compare_with_transformers(config, asks, results, where)
+        _compare(_plain(results), self._off[_off_key(config, case)], f"other than without overlap: {where}")
+        return llm.stats(reset=True)
 
     @contextmanager
-    def _llm(self, config: Cell, **options: Any) -> Iterator[LLM]:
-        path = self.checkpoints(config["checkpoint"])
-        with self.groups.llm(path, NUM_RANKS, **engine_options(config), **options) as llm:
-            self.warm_up(llm, config)
-            yield llm
+    def _llm(self, config: Cell, asks_for_overlap: bool = True) -> Iterator[LLM]:
+        path, options = self.checkpoints(config["checkpoint"]), engine_options(config)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("HOCKET_FORCE_SPLIT", forced_split(config))
+            if asks_for_overlap:
+                options |= overlap_options(config)
+            with self.groups.llm(path, NUM_RANKS, step_timeout=self.step_timeout, **options) as llm:
+                self._fill_cache(llm, config)
+                yield llm
 
-    def warm_up(self, llm: LLM, config: Cell) -> None:
+    def _fill_cache(self, llm: LLM, config: Cell) -> None:
         """Bring what all prompts share into every rank's prefix cache."""
         if config["prefix"]:
-            key = Key(True, None, 0, 0)
-            prompt = self.answers(config).of([key])[key].prompt
+            prompt = self._of(config).of([_PREFIX])[_PREFIX].prompt
             one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            llm.generate([prompt] * NUM_RANKS, one, data_parallel_rank=list(range(NUM_RANKS)))
+            llm.generate([prompt] * NUM_RANKS, one, data_parallel_rank=list(range(NUM_RANKS)), use_tqdm=False)
         llm.stats(reset=True)
 
-    def answers(self, config: Cell) -> Answers:
+    def _of(self, config: Cell) -> Answers:
         name = config["checkpoint"]
         if name not in self._answers:
             self._answers[name] = Answers(hf_reference(self.checkpoints(name)))
         return self._answers[name]
 
-    def _run_without_overlap(self, config: Cell, cases: list[Case]) -> None:
-        self.answers(config).of([_key(ask, config) for case in cases for ask in asks_of(*case, config)])
-        missing = [case for case in cases if _off_key(config, case) not in self._off]
-        if not missing:
-            return
-        off = {**config, "ubatches": 1, "threshold": "least"}
-        with self._llm(off) as llm:
-            for case in missing:
-                asks = asks_of(*case, off)
-                results = self._generate(llm, off, asks)
-                self._check_answers(off, asks, results, f"without overlap: {off} {case}")
-                check_steps(llm.stats(reset=True), off, asks, f"without overlap: {off} {case}")
-                self._off[_off_key(config, case)] = _plain(results)
+    def _answers_of(self, config: Cell, asks: list[Ask]) -> list[Answer]:
+        keys = [_key(ask, config) for ask in asks]
+        found = self._of(config).of(keys)
+        return [found[key] for key in keys]
 
     def _generate(self, llm: LLM, config: Cell, asks: list[Ask]) -> list[RequestOutput]:
-        answers = self.answers(config).of([_key(ask, config) for ask in asks])
         return llm.generate(
-            [answers[_key(ask, config)].prompt for ask in asks],
-            [
-                SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, logprobs=TOP)
-                for ask in asks
-            ],
+            [answer.prompt for answer in self._answers_of(config, asks)],
+            [SamplingParams(temperature=0.0, max_tokens=ask.max_tokens, ignore_eos=True, logprobs=TOP) for ask in asks],
             use_tqdm=False,
             data_parallel_rank=[ask.rank for ask in asks],
         )
 
-    def _check_answers(self, config: Cell, asks: list[Ask], results: list[RequestOutput], where: str) -> None:
-        answers = self.answers(config).of([_key(ask, config) for ask in asks])
-        for ask, result in zip(asks, results, strict=True):
-            answer, at = answers[_key(ask, config)], f"{where}: {ask}"
-            assert result.outputs[0].token_ids == answer.token_ids[: ask.max_tokens], at
-            assert result.num_cached_tokens == ask.num_cached, at
-            for (_, ours), row in zip(_plain([result])[0], answer.logprobs, strict=False):
-                assert len(ours) == TOP, at
-                _check_close(ours, row, at)
+    def _compare_with_transformers(
+        self, config: Cell, asks: list[Ask], results: list[RequestOutput], where: str
+    ) -> None:
+        for ask, answer, result in zip(asks, self._answers_of(config, asks), results, strict=True):
+            theirs = list(zip(answer.token_ids, answer.logprobs, strict=True))[: ask.max_tokens]
+            _compare(_plain([result]), [theirs], f"other than transformers: {ask} of {where}")
+            if result.num_cached_tokens != ask.num_cached:
+                raise WrongSteps(f"{result.num_cached_tokens} tokens were cached: {ask} of {where}")
 
 
 def check_steps(stats: list[dict[str, Any]], config: Cell, asks: list[Ask], where: str) -> None:
-    """Every step had the phase, the reason and the cut that it must have."""
-    for rank, (found, wanted) in enumerate(zip(stats, expected(asks, config), strict=True)):
-        overlap, at = found["overlap"], f"{where}: rank {rank}"
-        assert {phase: n for phase, n in overlap["reasons"].items() if phase != "idle"} == wanted.reasons, at
-        assert overlap["ubatch_tokens"] == wanted.ubatch_tokens, at
-        assert found["steps"] == overlap["steps"] == wanted.num_steps, at
-        assert sum(n for reasons in overlap["reasons"].values() for n in reasons.values()) == wanted.num_steps, at
-        assert overlap["split"] == sum(wanted.ubatch_tokens.values()), at
-        assert found["failed"] == 0, at
-
-
-@contextmanager
-def forced(config: Cell) -> Iterator[None]:
-    """The environment of a configuration."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("HOCKET_FORCE_SPLIT", forced_split(config))
-        yield
+    """Every step had the phase, the reason and the cut that it must have. Raises WrongSteps."""
+    for rank, (counters, wanted) in enumerate(zip(stats, expected(asks, config), strict=True)):
+        overlap = counters["overlap"]
+        working = {phase: reasons for phase, reasons in overlap["reasons"].items() if phase != "idle"}
+        found = Expected(overlap["steps"], working, overlap["ubatch_tokens"])
+        if found != wanted:
+            raise WrongSteps(f"{found} instead of {wanted}: rank {rank} in {where}")
+        counted = sum(n for reasons in overlap["reasons"].values() for n in reasons.values())
+        num_split = sum(wanted.ubatch_tokens.values())
+        if (counters["steps"], counted, overlap["split"]) != (wanted.num_steps, wanted.num_steps, num_split):
+            raise WrongSteps(f"counters do not add up: {counters} of rank {rank} in {where}")
+        if counters["failed"]:
+            raise WrongSteps(f"{counters['failed']} steps failed on rank {rank} in {where}")
 
 
 def _off_key(config: Cell, case: Case) -> tuple[Any, ...]:
@@ -242,25 +264,23 @@ def _plain(results: list[RequestOutput]) -> Plain:
     for result in results:
         completion = result.outputs[0]
         assert completion.logprobs is not None
-        assert len(completion.logprobs) == len(completion.token_ids)
         positions = zip(completion.token_ids, completion.logprobs, strict=True)
         found.append([(token, {other: value.logprob for other, value in row.items()}) for token, row in positions])
     return found
 
 
-def _check_same(ours: Plain, theirs: Plain, where: str) -> None:
-    """Overlap on against off."""
+def _compare(ours: Plain, theirs: Sequence[Sequence[tuple[int, Any]]], where: str) -> None:
+    """The same tokens, and log-probabilities within TOLERANCE where both have them. Raises WrongAnswer."""
     for mine, other in zip(ours, theirs, strict=True):
-        assert [token for token, _ in mine] == [token for token, _ in other], where
+        tokens = [token for token, _ in mine], [token for token, _ in other]
+        if tokens[0] != tokens[1]:
+            raise WrongAnswer(f"tokens {tokens[0]} instead of {tokens[1]}: {where}")
         for (_, left), (_, right) in zip(mine, other, strict=True):
-            common = left.keys() & right.keys()
-            assert len(common) >= TOP - 1, where  # two tokens of the same probability may take the last place
-            _check_close({token: left[token] for token in common}, right, where)
-
-
-def _check_close(ours: Mapping[int, float], reference: Any, where: str) -> None:
-    worst = 0.0
-    for token_id, value in ours.items():
-        difference = abs(value - float(reference[token_id]))
-        worst = difference if not difference <= worst else worst  # NaN is the worst of all
-    assert worst < TOLERANCE, f"log-probabilities differ by {worst}: {where}"
+            # Two tokens of nearly the same probability may take the last place.
+            common = [token for token in left if not isinstance(right, dict) or token in right]
+            if len(left) != TOP or len(common) < TOP - 1:
+                raise WrongAnswer(f"log-probabilities of {list(left)}: {where}")
+            for token in common:
+                difference = abs(left[token] - float(right[token]))
+                if not difference < TOLERANCE:  # NaN neither
+                    raise WrongAnswer(f"log-probabilities differ by {difference}: {where}")

@@ -1,4 +1,4 @@
-"""Cells of the overlap grid: engine configurations, and requests whose steps have the tokens per rank that one asks for.
+"""Cells of the overlap grid: engine configurations, and requests whose steps have a wanted number of tokens per rank.
 
 `expected` says how every step of a cell must be cut, by a small model of its own that calls nothing of hocket. Knows
 no answers.
