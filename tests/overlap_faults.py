@@ -18,7 +18,6 @@ from faults import Plant, moe_layers
 from torch import Tensor
 
 from hocket.engine import Engine
-from hocket.models import base
 from hocket.models.base import UBatchInputs
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap import veto, views
@@ -197,15 +196,17 @@ def skip_empty_ubatches(engine: Engine) -> None:
 
 
 def one_plan_for_all(engine: Engine) -> None:
-    """The attention plan is made for the first ubatch of a step and kept on the model."""
-    real, kept = base.plan_attention, []
+    """The attention plan of the first ubatch of a step is kept, and the others take it for theirs."""
+    kept: list[Any] = []
 
-    def plan(*args: Any) -> Any:
+    def replace_plan(_layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, rotation, plan, *rest = args
         if not ubatch_idx():
-            kept[:] = [real(*args)]
-        return kept[0]
+            kept[:] = [plan]
+        return hidden, rotation, kept[0], *rest
 
-    mocked(base, "plan_attention", plan)
+    for layer in engine.runner.model.layers:
+        layer.register_forward_pre_hook(replace_plan)
 
 
 def lose_shared_experts(engine: Engine) -> None:
