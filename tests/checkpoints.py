@@ -194,8 +194,20 @@ class Reference:
         with self._choices() as margins:
             logits = self._forward(token_ids)
         self._logits[tuple(token_ids)] = logits
-        best = logits[num_prompt_tokens - 1 : -1].topk(2).values
-        return min([*margins, *(best[:, 0] - best[:, 1]).tolist()])
+        greedy = _gaps(logits[num_prompt_tokens - 1 : -1], 1)
+        return min(float(found.min()) for found in (*margins, greedy) if found.numel())
+
+    @torch.no_grad()
+    def continue_all(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Greedy tokens int64 [N, num_tokens] of N prompts of one length, their log-probabilities [N, num_tokens, V],
+        and each one's margin [N], see `margin`."""
+        ids = torch.tensor([list(prompt) for prompt in prompts])
+        for count in range(num_tokens):
+            with self._choices() as margins:
+                logits = self.model(ids, use_cache=False, logits_to_keep=count + 1).logits
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), dim=1)
+        nearest = [found.reshape(len(ids), -1).amin(1) for found in (*margins, _gaps(logits, 1))]
+        return ids[:, -num_tokens:], logits.log_softmax(-1), torch.stack(nearest).amin(0)
 
     def prompts(self, lengths: list[int], num_tokens: int, seed: int = 0, least: float = 1e-5) -> list[list[int]]:
         """Random prompts of these lengths whose margins over `num_tokens` greedy tokens exceed `least`."""
@@ -212,9 +224,9 @@ class Reference:
         return found
 
     @contextmanager
-    def _choices(self) -> Iterator[list[float]]:
-        """Collects the smallest margin of each router call made inside."""
-        margins: list[float] = []
+    def _choices(self) -> Iterator[list[Tensor]]:
+        """Collects the margins of each router call made inside, one per row."""
+        margins: list[Tensor] = []
         handles = []
         for module in self.model.modules():
             if type(module).__name__.endswith("Router"):
@@ -225,7 +237,7 @@ class Reference:
             for handle in handles:
                 handle.remove()
 
-    def _hook(self, margins: list[float]) -> Callable[[nn.Module, Any, Any], None]:
+    def _hook(self, margins: list[Tensor]) -> Callable[[nn.Module, Any, Any], None]:
         config = self.config
 
         def hook(router: nn.Module, _: Any, output: Any) -> None:
@@ -236,19 +248,19 @@ class Reference:
                 grouped = scores.unflatten(-1, (config.n_group, -1))
                 of_group = grouped.topk(2).values.sum(-1) if is_v3 else grouped.amax(-1)
                 if config.topk_group < config.n_group:
-                    margins.append(_gap(of_group, config.topk_group))
+                    margins.append(_gaps(of_group, config.topk_group))
                 chosen = of_group.topk(config.topk_group).indices
                 keep = torch.zeros_like(of_group, dtype=torch.bool).scatter(-1, chosen, True)
                 scores = grouped.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
-            margins.append(_gap(scores, config.num_experts_per_tok))
+            margins.append(_gaps(scores, config.num_experts_per_tok))
 
         return hook
 
 
-def _gap(scores: Tensor, count: int) -> float:
-    """Smallest distance over rows between the last chosen of `count` and the first not chosen."""
+def _gaps(scores: Tensor, count: int) -> Tensor:
+    """Each row's distance between the last chosen of `count` and the first not chosen."""
     best = scores.topk(count + 1).values
-    return float((best[..., count - 1] - best[..., count]).min())
+    return best[..., count - 1] - best[..., count]
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -320,12 +320,16 @@ RANK_FAULTS: dict[str, Plant] = {
 
 def install() -> None:
     """In a rank process: every engine built from now on gets the fault that FAULT_FILE names (empty: none)."""
+    install_from(RANK_FAULTS)
+
+
+def install_from(plants: Mapping[str, Plant]) -> None:
     build = Engine.__init__
 
     def build_and_plant(self: Engine, *args: Any) -> None:
         build(self, *args)
         name = Path(os.environ[FAULT_FILE]).read_text()
         if name:
-            RANK_FAULTS[name](self)
+            plants[name](self)
 
     Engine.__init__ = build_and_plant  # type: ignore[method-assign]

@@ -23,8 +23,11 @@ class Groups:
     def get(self, num_ranks: int) -> RankGroup:
         group = self._groups.get(num_ranks)
         if group is None or group.closed:
-            group = self._groups[num_ranks] = RankGroup.start(num_ranks, 120.0)
+            group = self._groups[num_ranks] = self.start(num_ranks)
         return group
+
+    def start(self, num_ranks: int) -> RankGroup:
+        return RankGroup.start(num_ranks, 120.0)
 
     @contextmanager
     def llm(self, model: str | Path, num_ranks: int = 1, **options: Any) -> Iterator[LLM]:

@@ -16,9 +16,13 @@ def full_grid(dimensions: Mapping[str, Sequence[Any]], allowed: Callable[[Cell],
 
 
 def pairwise_cover(dimensions: Mapping[str, Sequence[Any]], allowed: Callable[[Cell], bool]) -> list[Cell]:
-    """Greedy: take the cell that covers most pairs not seen yet, until every pair that can occur has."""
-    cells = full_grid(dimensions, allowed)
-    pairs_of = [set(itertools.combinations(cell.items(), 2)) for cell in cells]
+    """Cells in which every pair that an allowed combination has occurs."""
+    return cover(full_grid(dimensions, allowed), lambda cell: cell)
+
+
+def cover(cells: Sequence[Cell], values_of: Callable[[Cell], Cell]) -> list[Cell]:
+    """Greedy: take the cell that covers most pairs of `values_of` it not seen yet, until every pair has been."""
+    pairs_of = [set(itertools.combinations(values_of(cell).items(), 2)) for cell in cells]
     missing = set().union(*pairs_of)
     chosen = []
     while missing:

@@ -17,14 +17,21 @@ TESTS = Path(__file__).resolve().parent
 @contextmanager
 def patched_ranks(num_ranks: int, patch: str, **environment: str) -> Iterator[RankGroup]:
     """A running group whose ranks called `patch` ("module:function", a module in tests/) when Python started."""
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in environment_of(patch, **environment).items():
-            patched.setenv(name, value)
+    with patched_environment(patch, **environment):
         group = RankGroup.start(num_ranks, 120.0)
     try:
         yield group
     finally:
         group.close()
+
+
+@contextmanager
+def patched_environment(patch: str, **environment: str) -> Iterator[None]:
+    """While this is entered, ranks that start call `patch`."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment_of(patch, **environment).items():
+            patched.setenv(name, value)
+        yield
 
 
 def environment_of(patch: str, **values: str) -> dict[str, str]:

@@ -1,120 +1,119 @@
-"""Dual batch overlap in the whole engine: the same answers as without it, and each case was really split."""
+"""Dual batch overlap in the whole engine: the answers are transformers' and those without overlap, every step was
+split, or not, as it must be, and cut where it must be.
+
+A cell is a configuration of the engine with one number of tokens per rank and one phase. The CI takes a pairwise cover
+of all dimensions, `-m full` every cell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import more_checkpoints
 import pytest
 from gloo_groups import Groups
-from pairwise import Cell, pairwise_cover
+from overlap_answers import Checker
+from overlap_cells import (
+    CASES,
+    DIMENSIONS,
+    FAMILIES,
+    GRID,
+    PHASES,
+    SIZES,
+    Case,
+    Cell,
+    asks_of,
+    choose,
+    config_id,
+    cuts_a_request,
+    main_step,
+    phase_of,
+    reason_of,
+    steps_of,
+    tokens_of,
+)
 
-from hocket.llm import LLM
-from hocket.request import SamplingParams
-
-TOP = 4
-TOLERANCE = 1e-5
-SIZES = (
-    (8, 8), (8, 7), (8, 1), (1, 8), (1, 1), (0, 8), (8, 0), (2, 2), (3, 3), (33, 0), (64, 1), (64, 2), (2, 64), (40, 3)
-)  # fmt: skip
-DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "model": ("v2", "v2-groups", "v3-yarn", "qwen3"),
-    "transport": ("torch", "allgather_reducescatter", "emulated"),
-    "executor": ("greenlet", "thread"),
-    "ubatches": (2, 3, 4),
-    "sizes": SIZES,
-    "phase": ("prefill", "decode", "mixed"),
-    "prefix_caching": (False, True),
-    "chunk": (0, 16),
-    "threshold": ("least", 8),
-}
-COVER = pairwise_cover(DIMENSIONS, lambda cell: True)
+COVER = choose()
+MOST_CELLS = 150
+PARTS = list(itertools.product(DIMENSIONS["family"], DIMENSIONS["transport"], DIMENSIONS["ubatches"]))
 
 
-def prompts_of(cell: Cell) -> list[tuple[list[int], int]]:
-    """(prompt, rank): tokens per rank as in the cell; in decode that many requests, in prefill one prompt of them."""
-    found = []
-    for rank, size in enumerate(cell["sizes"]):
-        if size == 0:
-            continue
-        if cell["phase"] == "prefill":
-            found.append(([3 + (7 * i + rank) % 500 for i in range(size)], rank))
-        elif cell["phase"] == "decode":
-            found += [([3 + (11 * i + rank) % 500, 5, 3 + i], rank) for i in range(size)]
+@pytest.fixture(scope="module")
+def checker(
+    groups: Groups, checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Checker]:
+    made = Checker(groups, more_checkpoints.maker(tmp_path_factory.mktemp("more"), checkpoints))
+    yield made
+    print(f"\n{made.num_cells} cells of (configuration, tokens per rank, phase) gave the same answers")
+
+
+def test_the_cover_leaves_nothing_out() -> None:
+    """Each size and each phase is split with each number of ubatches; mixed steps are mixed; requests are cut."""
+    assert sum(len(cases) for _, cases in COVER) <= MOST_CELLS
+    split: set[tuple[object, ...]] = set()
+    cut: set[tuple[object, ...]] = set()
+    unsplit = 0
+    assert {config["checkpoint"] for config, _ in COVER} == {name for names in FAMILIES.values() for name in names}
+    for config, cases in COVER:
+        for size, phase in cases:
+            step, ubatches = main_step(size, phase, config), config["ubatches"]
+            if reason_of(step, config) == "split":
+                split |= {(ubatches, size), (ubatches, phase)}
+                split |= {(ubatches, name, config[name]) for name in DIMENSIONS if name != "threshold"}
+                if cuts_a_request(step, ubatches):
+                    cut |= {(ubatches, phase)}
+            else:
+                unsplit += 1
+    assert {(n, size) for n in (2, 3, 4) for size in SIZES} <= split
+    assert {(n, phase) for n in (2, 3, 4) for phase in PHASES} <= split
+    several = [name for name in DIMENSIONS if name not in ("threshold", "ubatches")]
+    assert {(n, name, value) for n in (2, 3, 4) for name in several for value in DIMENSIONS[name]} <= split
+    assert {(n, phase) for n in (2, 3, 4) for phase in ("prefill", "mixed")} <= cut
+    assert unsplit > 0
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("chunk", DIMENSIONS["chunk"])
+def test_cells_have_the_size_and_the_phase_they_are_named_after(chunk: int, prefix: bool) -> None:
+    config = {"chunk": chunk, "prefix": prefix}
+    for size, phase in CASES:
+        step = main_step(size, phase, config)
+        assert tokens_of(step) == list(size)
+        if phase == "mixed":  # on each rank that has the tokens for it; ranks of one token differ in what it is
+            assert all(phase_of(parts) == "mixed" for parts in step if sum(p.num_tokens for p in parts) > 1)
         else:
-            found += [([3 + (5 * i + rank) % 500] * (1 + 3 * (i % 2)), rank) for i in range(max(1, size // 2))]
-    return found
+            assert all(phase_of(parts) == phase for parts in step if parts)
+    if chunk:
+        longest = [part.num_tokens for case in CASES for step in steps_of(asks_of(*case, config), chunk)
+                   for parts in step for part in parts]  # fmt: skip
+        assert max(longest) == chunk
 
 
-def run(llm: LLM, cell: Cell, repeats: int) -> list[Any]:
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=TOP)
-    pairs = prompts_of(cell)
-    results: list[Any] = []
-    for _ in range(repeats):
-        results = llm.generate([p for p, _ in pairs], params, data_parallel_rank=[r for _, r in pairs])
-    return results
+@pytest.mark.parametrize(("config", "cases"), COVER, ids=[config_id(config) for config, _ in COVER])
+def test_same_answers(checker: Checker, config: Cell, cases: list[Case]) -> None:
+    checker.check(config, cases)
 
 
-def check_same(ours: list[Any], reference: list[Any]) -> None:
-    for mine, other in zip(ours, reference, strict=True):
-        a, b = mine.outputs[0], other.outputs[0]
-        assert a.token_ids == b.token_ids
-        for left, right in zip(a.logprobs, b.logprobs, strict=True):
-            for token_id in left.keys() & right.keys():
-                assert abs(left[token_id].logprob - right[token_id].logprob) < TOLERANCE
-
-
-def options_of(cell: Cell) -> dict[str, Any]:
-    transport = cell["transport"]
-    emulated = transport == "emulated"
-    return {
-        "all2all_backend": "torch" if emulated else transport,
-        "enable_prefix_caching": cell["prefix_caching"],
-        "long_prefill_token_threshold": cell["chunk"],
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": 128,
-        "block_size": 4,
-        "max_model_len": 128,
-        **({"emulate_link_gb_per_s": 1.0, "emulate_link_latency_us": 50.0} if emulated else {}),
-    }
-
-
-def overlap_options(cell: Cell) -> dict[str, Any]:
-    least = cell["ubatches"] if cell["threshold"] == "least" else 8
-    return {
-        "ubatch_size": cell["ubatches"],
-        "ubatch_executor": cell["executor"],
-        "dbo_decode_token_threshold": least,
-        "dbo_prefill_token_threshold": least,
-    }
-
-
-def expect_split(cell: Cell) -> bool:
-    """Whether the first step of all working ranks reaches the threshold (later ones only have more decodes alike)."""
-    least = cell["ubatches"] if cell["threshold"] == "least" else 8
-    working = [size for size in cell["sizes"] if size]
-    if cell["phase"] == "prefill":
-        return all(min(size, cell["chunk"] or size) >= least for size in working)
-    if cell["phase"] == "decode":
-        return all(size >= least for size in working)
-    return False
-
-
-@pytest.mark.parametrize("cell", COVER, ids=lambda cell: "-".join(map(str, cell.values())).replace(" ", ""))
-def test_same_answers(groups: Groups, checkpoints: Callable[..., Path], cell: Cell) -> None:
-    path = checkpoints(cell["model"])
-    repeats = 2 if cell["prefix_caching"] else 1
-    with groups.llm(path, 2, **options_of(cell)) as llm:
-        reference = run(llm, cell, repeats)
-    with groups.llm(path, 2, **options_of(cell), **overlap_options(cell)) as llm:
-        check_same(run(llm, cell, repeats), reference)
-        for rank in llm.stats():
-            overlap = rank["overlap"]
-            assert sum(n for reasons in overlap["reasons"].values() for n in reasons.values()) == rank["steps"]
-            assert overlap["split"] == sum(reasons.get("split", 0) for reasons in overlap["reasons"].values())
-            assert sum(overlap["ubatch_tokens"].values()) == overlap["split"]
-            assert all(key.count("+") == cell["ubatches"] - 1 for key in overlap["ubatch_tokens"])
-            if expect_split(cell):
-                assert overlap["split"] > 0
-            assert rank["failed"] == 0
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("family", "transport", "ubatches"), PARTS)
+def test_full_grid(
+    checker: Checker, capsys: pytest.CaptureFixture[str], family: str, transport: str, ubatches: int
+) -> None:
+    """Every cell; a part of the grid can be run alone, such as `-m full -k "full_grid and qwen3 and emulated"`."""
+    wanted = {"family": family, "transport": transport, "ubatches": ubatches}
+    configs = [config for config in GRID if wanted.items() <= config.items()]
+    before, started = checker.num_cells, time.monotonic()
+    for config in configs:
+        checker.check(config, CASES)
+    assert checker.num_cells - before == len(configs) * len(CASES)
+    with capsys.disabled():
+        seconds = time.monotonic() - started
+        print(
+            f" {len(configs)} configurations, {checker.num_cells - before} cells in {seconds:.0f} s; "
+            f"{checker.num_cells} cells so far",
+            flush=True,
+        )

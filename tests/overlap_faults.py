@@ -1,0 +1,383 @@
+"""Faults of dual batch overlap to plant in running ranks. For tests only; ranks call `install` at their start.
+
+A plant changes one engine, and modules only through `mocked`, which the next engine undoes. Unless said otherwise the
+fault does nothing in steps that are not split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import faults
+import torch
+from faults import Plant, moe_layers
+from torch import Tensor
+
+from hocket.engine import Engine
+from hocket.models.base import UBatchInputs
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.overlap import veto, views
+from hocket.overlap.slices import UBatchSlice
+from hocket.scheduler.batch import Batch
+from hocket.ubatch.context import UBatchContext, current
+from hocket.ubatch.transfer import Transfer
+
+_mocks = ExitStack()
+Parts = tuple[UBatchInputs, ...]
+
+
+def mocked(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a module or class until the next engine is built."""
+    _mocks.enter_context(mock.patch.object(owner, name, value))
+
+
+def ubatch_idx() -> int | None:
+    """Which ubatch is running; None where the step is not split."""
+    context = current()
+    return context.idx if context is not None and len(context.peers) > 1 else None
+
+
+# -- metadata of a ubatch -------------------------------------------------------------------------------------------
+
+
+def reslice(change: Callable[[Any, UBatchSlice, Any], Any]) -> Plant:
+    """Every ubatch's attention metadata becomes `change(the batch's, slice, the right one)`."""
+
+    def plant(engine: Engine) -> None:
+        real = views.slice_attention
+        mocked(views, "slice_attention", lambda meta, part: change(meta, part, real(meta, part)))
+
+    return plant
+
+
+def keep_seq_lens(meta: Any, part: UBatchSlice, right: Any) -> Any:
+    """The tokens that the last request has in later ubatches are not taken off."""
+    rows = slice(part.request_start, part.request_stop)
+    return dataclasses.replace(right, seq_lens=meta.seq_lens[rows], seq_lens_cpu=meta.seq_lens_cpu[rows])
+
+
+def correct_seq_lens_in_place(meta: Any, part: UBatchSlice, right: Any) -> Any:
+    """The correction for one ubatch is still there when the next one is cut."""
+    rows = slice(part.request_start, part.request_stop)
+    meta.seq_lens[rows] = right.seq_lens
+    seq_lens = list(meta.seq_lens_cpu)
+    seq_lens[rows] = right.seq_lens_cpu
+    object.__setattr__(meta, "seq_lens_cpu", tuple(seq_lens))
+    return right
+
+
+def keep_query_start(meta: Any, part: UBatchSlice, right: Any) -> Any:
+    """Starts count from the batch's first row, not from the ubatch's."""
+    starts = tuple(start + part.token_start for start in right.query_start_loc_cpu)
+    tensor = torch.tensor(starts, dtype=torch.int32)
+    return dataclasses.replace(right, query_start_loc=tensor, query_start_loc_cpu=starts)
+
+
+def first_slots(meta: Any, part: UBatchSlice, right: Any) -> Any:
+    return dataclasses.replace(right, slot_mapping=meta.slot_mapping[: part.num_tokens])
+
+
+def first_blocks(meta: Any, part: UBatchSlice, right: Any) -> Any:
+    return dataclasses.replace(right, block_table=meta.block_table[: part.num_requests])
+
+
+def change_parts(change: Callable[[Engine, Parts], Parts]) -> Plant:
+    """The ubatches' inputs become `change(engine, the right ones)`."""
+
+    def plant(engine: Engine) -> None:
+        prepare = engine.runner.prepare
+
+        def changed(*args: Any) -> Parts:
+            parts = prepare(*args)
+            return change(engine, parts) if len(parts) > 1 else parts
+
+        engine.runner.prepare = changed  # type: ignore[method-assign]
+
+    return plant
+
+
+def first_rows_of(field: str) -> Plant:
+    """Every ubatch gets the rows of the first one, as far as there are any."""
+
+    def change(engine: Engine, parts: Parts) -> Parts:
+        whole = torch.cat([getattr(part, field) for part in parts])
+        return tuple(dataclasses.replace(p, **{field: whole[: len(getattr(p, field))]}) for p in parts)
+
+    return change_parts(change)
+
+
+def pad_as_the_whole_batch(engine: Engine, parts: Parts) -> Parts:
+    """On rank 1 the layout of each ubatch says the padded size of the whole batch."""
+    if engine.mesh.rank == 0:
+        return parts
+    most = sum(part.layout.num_padded_max for part in parts)
+    return tuple(dataclasses.replace(p, layout=dataclasses.replace(p.layout, num_padded_max=most)) for p in parts)
+
+
+def cut_elsewhere_on_rank_1(engine: Engine) -> None:
+    prepare = engine.runner.prepare
+
+    def shifted(batch: Batch, plan: Any, *args: Any) -> Parts:
+        if engine.mesh.rank == 1 and len(plan.bounds) > 1:
+            plan = dataclasses.replace(plan, bounds=(plan.bounds[0] - 1, *plan.bounds[1:]))
+        return prepare(batch, plan, *args)
+
+    engine.runner.prepare = shifted  # type: ignore[method-assign]
+
+
+# -- decisions ------------------------------------------------------------------------------------------------------
+
+
+def policy(**changes: Any) -> Plant:
+    """All ranks decide by another policy."""
+
+    def plant(engine: Engine) -> None:
+        engine.config = dataclasses.replace(
+            engine.config, overlap=dataclasses.replace(engine.config.overlap, **changes)
+        )
+
+    return plant
+
+
+def readers_first(engine: Engine) -> None:
+    """Requests stand in reversed order, so those that read blocks of the step before those that write them. (Not a
+    fault: such steps are not split.)"""
+    schedule = engine.scheduler.schedule
+
+    def reversed_order(*args: Any, **kwargs: Any) -> Batch:
+        batch = schedule(*args, **kwargs)
+        return dataclasses.replace(batch, requests=batch.requests[::-1])
+
+    engine.scheduler.schedule = reversed_order  # type: ignore[method-assign]
+
+
+def no_veto(engine: Engine) -> None:
+    readers_first(engine)
+    mocked(veto, "has_hazard", lambda *_, **__: False)
+
+
+# -- executing ------------------------------------------------------------------------------------------------------
+
+
+def change_run(change: Callable[[Callable[..., list[Any]], Parts, Any], list[Any]]) -> Plant:
+    """Split steps are run by `change(the right run, ubatches, KV caches)`."""
+
+    def plant(engine: Engine) -> None:
+        run = engine.runner.executor.run
+
+        def changed(parts: Parts, caches: Any) -> list[Any]:
+            return change(run, parts, caches) if len(parts) > 1 else run(parts, caches)
+
+        engine.runner.executor.run = changed  # type: ignore[method-assign]
+
+    return plant
+
+
+def last_first(run: Callable[..., list[Any]], parts: Parts, caches: Any) -> list[Any]:
+    """Later ubatches lead: they attend before the earlier ones have written."""
+    return run(parts[::-1], caches)[::-1]
+
+
+def skip_empty_ubatches(engine: Engine) -> None:
+    """A ubatch without tokens returns at once."""
+    model = engine.runner.model
+    forward = model.forward
+
+    def early(inputs: UBatchInputs, caches: list[Tensor]) -> Tensor:
+        if ubatch_idx() is not None and not len(inputs.token_ids):
+            return model.embed_tokens.new_empty(0, model.config.hidden_size)
+        return forward(inputs, caches)
+
+    model.forward = early  # type: ignore[method-assign]
+
+
+def one_plan_for_all(engine: Engine) -> None:
+    """The attention plan of the first ubatch of a step is kept, and the others take it for theirs."""
+    kept: list[Any] = []
+
+    def replace_plan(_layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, rotation, plan, *rest = args
+        if not ubatch_idx():
+            kept[:] = [plan]
+        return hidden, rotation, kept[0], *rest
+
+    for layer in engine.runner.model.layers:
+        layer.register_forward_pre_hook(replace_plan)
+
+
+def lose_shared_experts(engine: Engine) -> None:
+    """The second ubatch goes without shared experts."""
+    for layer in moe_layers(engine):
+        shared = layer.shared_experts
+        assert shared is not None
+        shared.register_forward_hook(lambda _module, _args, out: out * 0 if ubatch_idx() == 1 else out)
+
+
+# -- transports -----------------------------------------------------------------------------------------------------
+
+
+def transports(engine: Engine) -> list[Transport]:
+    found = {id(layer.transport): layer.transport for layer in moe_layers(engine)}
+    return list(found.values())
+
+
+def change_dispatch(change: Callable[[Any, Transfer[Dispatched]], Transfer[Dispatched]]) -> Plant:
+    """In ubatches each dispatch becomes `change(state of this transport, the right one)`."""
+    return _change("prepare", change)
+
+
+def change_combine(change: Callable[[Any, Transfer[Tensor]], Transfer[Tensor]]) -> Plant:
+    return _change("finalize", change)
+
+
+def _change(name: str, change: Callable[[dict[str, Any], Any], Any]) -> Plant:
+    def plant(engine: Engine) -> None:
+        for transport in transports(engine):
+            real, state = getattr(transport, name), {"rank": engine.mesh.rank}
+
+            def changed(*args: Any, real: Any = real, state: dict[str, Any] = state) -> Any:
+                return change(state, real(*args)) if ubatch_idx() is not None else real(*args)
+
+            setattr(transport, name, changed)
+
+    return plant
+
+
+def latest_result(state: dict[str, Any], transfer: Transfer[Any]) -> Transfer[Any]:
+    """What was received is kept on the transport, where the other ubatch's next transfer overwrites it."""
+    state["latest"] = transfer
+    return dataclasses.replace(transfer, result=lambda: state["latest"].result())
+
+
+def weigh_twice(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
+    def result() -> Dispatched:
+        sent = transfer.result()
+        return dataclasses.replace(sent, weights=sent.weights * sent.weights)
+
+    return dataclasses.replace(transfer, result=result)
+
+
+def compute_dropped(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
+    """Ids of −1 are taken for the first local expert."""
+
+    def result() -> Dispatched:
+        sent = transfer.result()
+        return dataclasses.replace(sent, local_ids=sent.local_ids.clamp_min(0))
+
+    return dataclasses.replace(transfer, result=result)
+
+
+def add_twice(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
+    return dataclasses.replace(transfer, result=lambda: transfer.result() * 2)
+
+
+def lose_second(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
+    """The second ubatch gets zeros for what its tokens' experts computed."""
+    return dataclasses.replace(transfer, result=lambda: transfer.result() * (ubatch_idx() != 1))
+
+
+def keep_padding(engine: Engine) -> None:
+    """Combine returns as many rows as the largest rank has."""
+    for transport in transports(engine):
+        finalize = transport.finalize
+
+        def padded(out: Tensor, handle: Handle, finalize: Any = finalize) -> Transfer[Tensor]:
+            if ubatch_idx() is not None:
+                handle = dataclasses.replace(handle, num_rows=handle.num_padded_max)  # type: ignore[type-var]
+            done: Transfer[Tensor] = finalize(out, handle)
+            return done
+
+        transport.finalize = padded  # type: ignore[method-assign]
+
+
+# -- receive hooks --------------------------------------------------------------------------------------------------
+
+
+def receive_apart(engine: Engine) -> None:
+    """All of a transfer happens in its receive. (Not a fault: there are such transports.)"""
+    for transport in transports(engine):
+        for name in ("prepare", "finalize"):
+            real = getattr(transport, name)
+
+            def apart(*args: Any, real: Any = real) -> Transfer[Any]:
+                transfer = real(*args)
+                return dataclasses.replace(transfer, send=lambda: None, receive=transfer.send, num_bytes=lambda: 0)
+
+            setattr(transport, name, apart)
+
+
+def change_hooks(change: Callable[[Engine, UBatchContext, Callable[[UBatchContext], None]], None]) -> Plant:
+    """Over a transport that receives apart, hooks are run by `change(engine, context, the right way)`."""
+
+    def plant(engine: Engine) -> None:
+        receive_apart(engine)
+        real = UBatchContext.run_hooks
+        mocked(UBatchContext, "run_hooks", lambda context: change(engine, context, real))
+
+    return plant
+
+
+def hooks_twice(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    if engine.mesh.rank == 1:
+        for hook in list(context.hooks):
+            hook()
+    run(context)
+
+
+def hooks_never(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    context.hooks.clear()
+
+
+def hooks_of_others(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    """A receive is run by the ubatch it belongs to, when its own next transfer comes: too late."""
+    for peer in context.peers:
+        if peer is not context:
+            run(peer)
+
+
+OVERLAP_FAULTS: dict[str, Plant] = {
+    "seq_lens not corrected": reslice(keep_seq_lens),
+    "seq_lens corrected in place": reslice(correct_seq_lens_in_place),
+    "query_start_loc not re-based": reslice(keep_query_start),
+    "slots of the first ubatch": reslice(first_slots),
+    "block tables of the first ubatch": reslice(first_blocks),
+    "positions of the first ubatch": first_rows_of("positions"),
+    "tokens of the first ubatch": first_rows_of("token_ids"),
+    "padded as the whole batch on one rank": change_parts(pad_as_the_whole_batch),
+    "cut elsewhere on one rank": cut_elsewhere_on_rank_1,
+    "never split": policy(num_ubatches=1),
+    "thresholds ignored": policy(force_split=True),
+    "reader before writer": no_veto,
+    "results in another order": change_run(lambda run, parts, caches: run(parts, caches)[::-1]),
+    "later ubatches lead": change_run(last_first),
+    "empty ubatches return early": skip_empty_ubatches,
+    "one attention plan for all": one_plan_for_all,
+    "shared experts of the second ubatch lost": lose_shared_experts,
+    "dispatch received into a shared buffer": change_dispatch(latest_result),
+    "combine received into a shared buffer": change_combine(latest_result),
+    "weights applied twice": change_dispatch(weigh_twice),
+    "dropped slots computed": change_dispatch(compute_dropped),
+    "combine added twice": change_combine(add_twice),
+    "combine of the second ubatch lost": change_combine(lose_second),
+    "padding rows kept": keep_padding,
+    "receive run twice on one rank": change_hooks(hooks_twice),
+    "receive never run": change_hooks(hooks_never),
+    "receive left to the ubatch it belongs to": change_hooks(hooks_of_others),
+}
+HARMLESS: dict[str, Plant] = {"readers first": readers_first, "receive apart": receive_apart}
+
+
+def install() -> None:
+    """As `faults.install`, with what is here."""
+    faults.install_from(OVERLAP_FAULTS | HARMLESS)
+    build = Engine.__init__
+
+    def build_clean(self: Engine, *args: Any) -> None:
+        _mocks.close()
+        build(self, *args)
+
+    Engine.__init__ = build_clean  # type: ignore[method-assign]
