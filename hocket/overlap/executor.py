@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,10 +10,11 @@ from torch import Tensor
 from hocket.errors import BatonTimeout, RankLost, StepDesync, UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.layer import MoELayer
+from hocket.overlap.thread_state import make_baton, thread_setup
 from hocket.ubatch import context as ubatch
-from hocket.ubatch.baton import Baton, GreenletBaton, SoloBaton, ThreadBaton
+from hocket.ubatch.baton import Baton, SoloBaton
 from hocket.ubatch.context import UBatchContext
-from hocket.ubatch.lanes import InlineLane, Lane, Setup, WorkerLane
+from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
 
 EXECUTORS = ("greenlet", "thread")
 _HARD = (RankLost, StepDesync, BatonTimeout)
@@ -34,8 +34,8 @@ class UBatchExecutor:
         self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane())
         self._alternating: tuple[Baton, Lane] | None = None
         if size > 1:
-            setup = thread_setup(device)
-            self._alternating = (make_baton(kind, size, timeout_s, setup), WorkerLane(timeout_s, setup))
+            lane = WorkerLane(timeout_s, thread_setup(device))
+            self._alternating = (make_baton(kind, size, timeout_s, device), lane)
 
     def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor]) -> list[Tensor]:
         """Final hidden states [T, D] of each ubatch, by index.
@@ -91,34 +91,3 @@ class UBatchExecutor:
         if self._alternating is not None:
             for part in self._alternating:
                 part.close()
-
-
-def make_baton(kind: str, size: int, timeout_s: float, setup: Setup) -> Baton:
-    """The baton of an executor, with torch's per-thread state taken care of."""
-    if kind == "thread":
-        return ThreadBaton(size, timeout_s, setup)
-    return GreenletBaton(size, timeout_s, _save_thread_state)
-
-
-def thread_setup(device: torch.device) -> Setup:
-    """What every thread that touches tensors enters first."""
-
-    @contextlib.contextmanager
-    def setup() -> Iterator[None]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with torch.inference_mode():
-            yield
-
-    return setup
-
-
-def _save_thread_state() -> Callable[[], None]:
-    """Grad mode is per OS thread, so greenlets that changed it must find it as they left it."""
-    grad = torch.is_grad_enabled()
-
-    def restore() -> None:
-        if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
-
-    return restore

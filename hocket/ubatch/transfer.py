@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from hocket.errors import RankLost
 from hocket.ubatch.context import current, hand_over, launch_of
+from hocket.ubatch.guard import refuse_inside_operator
 from hocket.ubatch.lanes import Done, Pending, Work
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class Running(Generic[T]):
     def __init__(self, transfer: Transfer[T], name: str) -> None:
         self._context = current()
         if self._context is not None:
+            if self._context.baton.size > 1:
+                refuse_inside_operator()
             self._context.run_hooks()
         self._transfer = transfer
         self._name = name
