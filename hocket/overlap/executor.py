@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hocket.errors import BatonTimeout, RankLost, StepDesync, UBatchFailed
+from hocket.dist.record import Record
+from hocket.errors import OverlapError, UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.layer import MoELayer
 from hocket.overlap.thread_state import make_baton, thread_setup
@@ -17,8 +18,10 @@ from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
 
 EXECUTORS = ("greenlet", "thread")
-_HARD = (RankLost, StepDesync, BatonTimeout)
+_HARD = OverlapError
 """After these the collectives of the step cannot be finished."""
+_GRACE_S = 2.0
+"""Collectives and the rank's watchdog know better who is late: they come first."""
 
 
 class UBatchExecutor:
@@ -27,22 +30,31 @@ class UBatchExecutor:
     kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton.
     """
 
-    def __init__(self, model: CausalLM, kind: str, size: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kind: str,
+        size: int,
+        timeout_s: float,
+        device: torch.device,
+        record: Record | None = None,
+    ) -> None:
         self.comm_ns = self.exposed_ns = 0  # of the last step, see UBatchContext
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-        self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane())
+        self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane(record))
         self._alternating: tuple[Baton, Lane] | None = None
         if size > 1:
-            lane = WorkerLane(timeout_s, thread_setup(device))
-            self._alternating = (make_baton(kind, size, timeout_s, device), lane)
+            last_resort_s = timeout_s + _GRACE_S
+            lane = WorkerLane(last_resort_s, thread_setup(device), record=record)
+            self._alternating = (make_baton(kind, size, last_resort_s, device), lane)
 
     def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor]) -> list[Tensor]:
         """Final hidden states [T, D] of each ubatch, by index.
 
         Raises:
             UBatchFailed: a ubatch raised in a compute stage; all collectives of the step took place nevertheless.
-            BatonTimeout, RankLost, StepDesync: the step broke off; this rank cannot go on.
+            BatonTimeout, RankLost, StepDesync, OverlapError: the step broke off; this rank cannot go on.
         """
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
@@ -85,6 +97,14 @@ class UBatchExecutor:
             return hidden
 
         return body
+
+    @property
+    def holder(self) -> tuple[int, int | None]:
+        """(ubatch whose turn it is, its thread where it has one of its own); −1 outside of `run`."""
+        if self._alternating is None:
+            return -1, None
+        baton = self._alternating[0]
+        return baton.holder, baton.thread_of(baton.holder)
 
     def close(self) -> None:
         """End the workers."""

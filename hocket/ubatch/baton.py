@@ -34,12 +34,14 @@ class Outcome:
 class Baton(ABC):
     """Runs bodies so that exactly one is running at any time; body 0 first, then in order round and round.
 
-    `size`: how many bodies at most. `timeout_s`: how long one may hold the baton.
+    `size`: how many bodies at most. `timeout_s`: how long one may hold the baton. `holder`: the body whose turn it is,
+    −1 outside of `run`.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.holder = -1
         self._next: list[int] = []
 
     @abstractmethod
@@ -58,6 +60,10 @@ class Baton(ABC):
     def close(self) -> None:
         """End what is kept between steps."""
 
+    def thread_of(self, idx: int) -> int | None:
+        """The thread that runs body `idx`, where that is not the caller of `run`."""
+        return None
+
     def following(self, idx: int) -> int:
         """The next unfinished body after `idx`, itself if it is the only one."""
         return self._next[idx]
@@ -70,6 +76,7 @@ class Baton(ABC):
         """Body `idx` has ended; whose turn it is now, −1 if all have."""
         after, self._next[idx] = self._next[idx], -1
         if after == idx:
+            self.holder = -1
             return -1
         self._next[self._next.index(idx)] = after
         return after
@@ -108,7 +115,6 @@ class ThreadBaton(Baton):
         for lock in (*self._turns, self._done):
             lock.acquire()
         self._outcomes: list[Outcome] = []
-        self._holder = 0
         self._moves = 0  # hand-overs so far: a wait that sees it move goes on waiting
         self._threads = [
             threading.Thread(target=self._work, args=(idx, setup), name=f"ubatch-{idx}", daemon=True)
@@ -144,8 +150,11 @@ class ThreadBaton(Baton):
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def thread_of(self, idx: int) -> int | None:
+        return self._threads[idx].ident
+
     def _give(self, idx: int) -> None:
-        self._holder = idx
+        self.holder = idx
         self._moves += 1
         self._turns[idx].release()
 
@@ -154,7 +163,7 @@ class ThreadBaton(Baton):
         seen = self._moves
         while not lock.acquire(timeout=self.timeout_s):
             if self._moves == seen:
-                raise BatonTimeout(f"ubatch {self._holder} has held the baton for {self.timeout_s:g} s")
+                raise BatonTimeout(f"ubatch {self.holder} has held the baton for {self.timeout_s:g} s")
             seen = self._moves
 
     def hand_over(self, idx: int) -> None:
@@ -202,6 +211,7 @@ class GreenletBaton(Baton):
         ]
         after = 0
         while after >= 0:
+            self.holder = after
             after = self._end(self._greenlets[after].switch())  # comes back when a body ends
         self._greenlets = []
         return outcomes
@@ -216,6 +226,7 @@ class GreenletBaton(Baton):
     def hand_over(self, idx: int) -> None:
         after = self._next[idx]
         if after != idx:
+            self.holder = after
             self._around(self._greenlets[after].switch)
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 
-from hocket.errors import OverlapError
+from hocket.errors import HocketError
 
 
 def refuse_inside_operator() -> None:
-    """Raise OverlapError if a torch operator (torch.library.custom_op and the like) is being run by the caller."""
+    """Raise HocketError if a torch operator (torch.library.custom_op and the like) is being run by the caller."""
     torch_ops = sys.modules.get("torch._ops")
     if torch_ops is None:
         return
@@ -23,7 +23,7 @@ def refuse_inside_operator() -> None:
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_globals is inside:
-            raise OverlapError(
+            raise HocketError(
                 "a ubatch would hand over inside a torch operator (torch.library.custom_op or the like), which "
                 "cannot be left half-way: call the sparse layer outside of it, or turn overlap off"
             )

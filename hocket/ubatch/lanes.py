@@ -13,6 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from hocket.dist.record import Record
 from hocket.errors import BatonTimeout
 
 Work = Callable[[], None]
@@ -57,8 +58,14 @@ class Lane(ABC):
 class InlineLane(Lane):
     """No lane of its own: work runs at once, in the caller."""
 
+    def __init__(self, record: Record | None = None) -> None:
+        self._record = record or Record()
+
     def launch(self, work: Work, name: str) -> Pending:
-        return Done(work)
+        self._record.begin_transfer(name)
+        done = Done(work)
+        self._record.end_transfer()
+        return done
 
     def close(self) -> None:
         return None
@@ -97,6 +104,9 @@ class _Job(Pending):
 class WorkerLane(Lane):
     """One daemon thread. The work must release the GIL while it waits (collectives and sleeps do).
 
+    timeout_s: how long one may take on the lane, waiting in the queue included: the last resort, should work that has
+    limits of its own not keep them.
+
     After a failure the lane is broken: what is launched later fails at once in the same way, so that nobody waits for
     a collective whose peers have gone.
     """
@@ -106,8 +116,10 @@ class WorkerLane(Lane):
         timeout_s: float,
         setup: Setup = contextlib.nullcontext,
         on_done: Callable[[str, int, int], None] | None = None,
+        record: Record | None = None,
     ) -> None:
         self._timeout_s = timeout_s
+        self._record = record or Record()
         self._setup = setup
         self._on_done = on_done
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -118,7 +130,11 @@ class WorkerLane(Lane):
         broken: BaseException | None = None
         with self._setup():
             while (job := self._jobs.get()) is not None:
+                if broken is None:
+                    self._record.begin_transfer(job.name)
                 broken = job.run(broken)
+                if broken is None:  # else the record stays at the transfer that failed
+                    self._record.end_transfer()
                 if self._on_done is not None:
                     self._on_done(job.name, job.started_ns, job.stopped_ns)
                 del job

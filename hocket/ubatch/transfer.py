@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hocket.errors import RankLost
+from hocket.errors import HocketError, OverlapError, RankLost
 from hocket.ubatch.context import current, hand_over, launch_of
 from hocket.ubatch.guard import refuse_inside_operator
 from hocket.ubatch.lanes import Done, Pending, Work
@@ -79,6 +79,10 @@ def _named(work: Work, name: str) -> Work:
             work()
         except RuntimeError as error:
             raise RankLost(f"a rank is late or gone: {name} failed: {_first_sentence(error)}") from error
+        except HocketError:
+            raise
+        except Exception as error:  # no peer is to blame, but none of them can go on either
+            raise OverlapError(f"{name} failed: {type(error).__name__}: {error}") from error
 
     return run
 
