@@ -34,10 +34,12 @@ from hocket.channel.messages import (
 )
 from hocket.channel.rank import RankChannel
 from hocket.config.engine import EngineConfig
+from hocket.dist.record import RESTS
+from hocket.dist.watchdog import Watchdog
 from hocket.dist.world import Place, World
 from hocket.engine import Engine
 from hocket.envs import set_up_logging
-from hocket.errors import HocketError, RankLost
+from hocket.errors import BatonTimeout, HocketError, RankLost
 
 logger = logging.getLogger(__name__)
 _FRONT_KEY = "front"
@@ -53,6 +55,7 @@ class RankProcess:
         self.world = world
         self.rank = world.place.rank
         self.engine: Engine | None = None
+        self._watchdog: Watchdog | None = None
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -77,6 +80,7 @@ class RankProcess:
 
     def _step(self, engine: Engine) -> None:
         outputs, plan = engine.step()
+        self.world.record.enter(RESTS)
         now = time.monotonic()
         if outputs or now > self._spoke_at + _SIGN_OF_LIFE_S:
             self._spoke_at = now
@@ -108,6 +112,9 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
 
     def _handle(self, message: FrontMessage) -> None:
         if isinstance(message, Configure):
@@ -144,9 +151,23 @@ class RankProcess:
         )
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress)
+        self._watchdog = Watchdog(self.world.record, config.step_timeout_s, self._end_stuck)
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)
         self.channel.send(Ready(rank=self.rank, info=info))
+
+    def _end_stuck(self) -> None:
+        """On the watchdog's thread: the step does not get on. Say where it is and end, for nothing else will."""
+        assert self.engine is not None
+        ubatch, thread = self.engine.runner.executor.holder
+        stack = traceback.extract_stack(sys._current_frames()[thread or threading.main_thread().ident or 0])
+        place = f"{stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
+        who = "it" if ubatch < 0 else f"ubatch {ubatch}"
+        message = f"{who} has computed for {self.engine.config.step_timeout_s:g} s without getting on, in {place}"
+        details = "".join(stack.format())
+        kind = BatonTimeout.__name__
+        self.channel.send_from_other_thread(Failed(rank=self.rank, kind=kind, message=message, details=details))
+        os._exit(1)
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self.channel.send(Progress(rank=self.rank, phase=phase, done=done, total=total))

@@ -6,16 +6,20 @@ import time
 from typing import Any
 
 from hocket.bench.report import check_output, emit, provenance, spread
-from hocket.ubatch.baton import Baton, GreenletBaton, ThreadBaton
+from hocket.ubatch.baton import Baton
 
-KINDS: dict[str, type[Baton]] = {"greenlet": GreenletBaton, "thread": ThreadBaton}
+KINDS = ("greenlet", "thread")
 LIMIT_S = 60.0
 
 
 def run(*, num_ubatches: int, num_hand_overs: int, repeats: int, output: str | None) -> dict[str, Any]:
     """Measure each executor `repeats` times in turn, after one run to warm up; print figures and, last, JSON."""
     check_output(output)
-    batons = {name: kind(num_ubatches, LIMIT_S) for name, kind in KINDS.items()}
+    import torch
+
+    from hocket.overlap.thread_state import make_baton  # as the engine makes them
+
+    batons = {name: make_baton(name, num_ubatches, LIMIT_S, torch.device("cpu")) for name in KINDS}
     found: dict[str, list[float]] = {name: [] for name in batons}
     for repeat in range(repeats + 1):
         for name, baton in batons.items():

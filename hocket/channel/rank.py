@@ -12,23 +12,35 @@ class RankChannel:
     """A DEALER socket whose identity is the rank."""
 
     def __init__(self, address: str, rank: int) -> None:
+        self._address = address
+        self._rank = rank
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, str(rank).encode())
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        endpoint, _, server_key = address.partition(KEY_MARK)
+        self._socket = self._connected(self._context, str(rank))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], identity: str) -> zmq.Socket[bytes]:
+        made = context.socket(zmq.DEALER)
+        made.setsockopt(zmq.IDENTITY, identity.encode())
+        made.setsockopt(zmq.LINGER, 1000)
+        made.setsockopt(zmq.SNDHWM, 0)
+        made.setsockopt(zmq.RCVHWM, 0)
+        endpoint, _, server_key = self._address.partition(KEY_MARK)
         if server_key:
             public, secret = zmq.curve_keypair()
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+            made.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            made.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            made.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        made.connect(endpoint)
+        return made
 
     def send(self, message: FromRank) -> None:
         self._socket.send(encode(message))
+
+    def send_from_other_thread(self, message: FromRank) -> None:
+        """Over a connection of its own, since a socket is for one thread. Waits up to a second until it is sent."""
+        context = zmq.Context()
+        self._connected(context, f"{self._rank} besides").send(encode(message))
+        context.destroy(linger=1000)
 
     def receive(self, *, block: bool) -> list[FrontMessage]:
         """Every message that has arrived; with `block` waits for at least one.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hocket.dist.record import COMPUTES, IN_EXCHANGE, Record
 from hocket.errors import RankLost
 
 _HEADER = struct.Struct("=ii")  # status, rank it is about
@@ -60,6 +61,23 @@ class SoloExchange:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class Recorded:
+    """An exchange that tells a record where the rank is."""
+
+    def __init__(self, inner: StepExchange, record: Record) -> None:
+        self._inner = inner
+        self._record = record
+
+    def exchange(self, column: Column) -> Table:
+        self._record.enter(IN_EXCHANGE)
+        table = self._inner.exchange(column)
+        self._record.enter(COMPUTES)
+        return table
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 class Hub:
@@ -223,5 +241,3 @@ def _late(rank: int, timeout_s: float) -> str:
 
 def _died(rank: int) -> str:
     return f"rank {rank} left the step exchange (its process ended)"
-
-

@@ -35,7 +35,8 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
-from hocket.errors import HocketError, RankLost
+from hocket.dist.record import Records, Whereabouts, apart, behind, described
+from hocket.errors import HocketError, RankLost, StepDesync
 
 OnProgress = Callable[[str, int, int], None]
 _POLL_S = 0.1
@@ -43,6 +44,7 @@ _CHECK_S = 0.2
 _GATHER_CAUSES_S = 1.0
 _CLOSE_S = 5.0
 _MAX_SOCKET_FOLDER = 70
+_ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
 
 
 def under_torchrun() -> bool:
@@ -62,6 +64,7 @@ class RankGroup:
         self._startup_timeout_s = startup_timeout_s
         self._folder = _private_folder()
         self._channel = FrontChannel(_bind_address(self._folder))
+        self._records = Records(self._folder, world_size, create=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._waves_announced = 0
         self.last_heard = dict.fromkeys(self.ranks, 0.0)
@@ -182,8 +185,16 @@ class RankGroup:
             for message in self._channel.receive(_POLL_S):  # its last words may still be on the way
                 if isinstance(message, Failed):
                     self._fail(message)
+            error = self._cause_of_death(rank, code, self._records.read())
             self.kill()
-            raise RankLost(f"rank {rank} ended unexpectedly ({_how_ended(code)})")
+            raise error
+
+    def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
+        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step."""
+        how = f"rank {rank} ended unexpectedly ({_how_ended(code)})"
+        if code == -signal.SIGABRT and (odd := apart(found)):
+            return StepDesync(f"rank {_listed(odd)} took one transfer for another: {described(found)}; {how}")
+        return RankLost(how)
 
     def _fail(self, first: Failed) -> None:
         """Name the first cause: an error of its own counts before one that only saw another rank go."""
@@ -192,22 +203,34 @@ class RankGroup:
         while first.kind == RankLost.__name__ and len(reports) < self.world_size and time.monotonic() < deadline:
             reports += [m for m in self._channel.receive(_POLL_S) if isinstance(m, Failed)]
         cause = next((report for report in reports if report.kind != RankLost.__name__), first)
-        lost = self._name_lost(reports) if cause.kind == RankLost.__name__ else ""
+        error = self._error_of(cause, reports)
         self.kill()
-        if lost:
-            raise RankLost(f"{lost}; first noticed by rank {cause.rank}: {cause.message}")
-        error = errors.revive(cause.kind, cause.message)
-        error.add_note(f"on rank {cause.rank}:\n{cause.details}")
         raise error
 
-    def _name_lost(self, reports: list[Failed]) -> str:
-        """The rank that others lost: one that was killed, else those that say nothing (a collective names nobody)."""
+    def _error_of(self, cause: Failed, reports: list[Failed]) -> HocketError:
+        """What to raise for a report: with the rank that is to blame, and where each one was, if it is about ranks."""
+        found = self._records.read()
+        message = cause.message
+        if cause.kind in _ABOUT_RANKS:
+            message += f" ({described(found)})" if found else ""
+            if cause.kind == RankLost.__name__ and (lost := self._find_lost(reports, found)):
+                return type(lost)(f"{lost}; first noticed by rank {cause.rank}: {message}")
+            message = f"on rank {cause.rank}: {message}"
+        error = errors.revive(cause.kind, message)
+        error.add_note(f"on rank {cause.rank}:\n{cause.details}")
+        return error
+
+    def _find_lost(self, reports: list[Failed], found: dict[int, Whereabouts]) -> HocketError | None:
+        """The rank that others lost: one that was killed, else, of those that say nothing or of all, one waited for."""
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None and code < 0:
-                return f"rank {rank} ended unexpectedly ({_how_ended(code)})"
+                return self._cause_of_death(rank, code, found)
+        late = behind(found)
         silent = set(self.ranks) - {report.rank for report in reports}
-        return f"rank {_listed(silent)} stopped answering" if silent else ""
+        if silent:
+            return RankLost(f"rank {_listed(silent & late or silent)} stopped answering")
+        return RankLost(f"rank {_listed(late)} did not take part in a transfer") if late else None
 
     def close(self) -> None:
         """Ask every rank to end, wait, and kill what is left."""
@@ -231,6 +254,7 @@ class RankGroup:
         try:
             _end(self._processes.values())
             self._channel.close()
+            self._records.close()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

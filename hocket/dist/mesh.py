@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from hocket.dist.record import Record
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -14,6 +16,7 @@ class Mesh:
 
     rank, world_size: among all data-parallel ranks. node_ranks: the ranks on this host, the lowest first (it leads).
     ep_group: the process group of the experts' all-to-all, None where each rank has all experts.
+    record: where this rank says how far it is.
     """
 
     rank: int
@@ -21,6 +24,7 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     node_ranks: tuple[int, ...] = (0,)
     ep_group: dist.ProcessGroup | None = None
+    record: Record = field(default_factory=Record)
 
     @property
     def ep_size(self) -> int:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
-from hocket.dist.exchange import Hub, Leaf, SoloExchange, StepExchange, listen
+from hocket.dist.exchange import Hub, Leaf, Recorded, SoloExchange, StepExchange, listen
 from hocket.dist.mesh import Mesh
+from hocket.dist.record import Record, Records
 from hocket.errors import RankLost
 
 
@@ -65,6 +66,10 @@ class World:
         self.store = self._open_store()
         self._ep_groups: dict[float, dist.ProcessGroup] = {}
         self._num_exchanges = 0
+        self.record = Record()
+        if place.store_path is not None:
+            records = Records(os.path.dirname(place.store_path), place.world_size, create=False)
+            self.record = records.own(place.rank)
 
     def join(self) -> None:
         """Wait for all ranks; raises after the time-out."""
@@ -103,10 +108,16 @@ class World:
             device=device,
             node_ranks=place.node_ranks,
             ep_group=group,
+            record=self.record,
         )
 
     def exchange(self, *, lock_step: bool, timeout_s: float, connect_timeout_s: float) -> StepExchange:
         """The step exchange of this rank; without `lock_step` ranks are replicas and it stays alone."""
+        self.record.restart()
+        found = self._exchange(lock_step=lock_step, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)
+        return Recorded(found, self.record)
+
+    def _exchange(self, *, lock_step: bool, timeout_s: float, connect_timeout_s: float) -> StepExchange:
         place = self.place
         if not lock_step or place.world_size == 1:
             return SoloExchange()
@@ -160,5 +171,3 @@ class _LeaderGather:
         except RuntimeError as error:
             raise RankLost(f"the step exchange between hosts failed on host {me} of {len(gathered)}: {error}") from None
         return [bytes(t[: n * column_bytes].numpy()) for t, n in zip(gathered, self._node_sizes, strict=True)]
-
-

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from hocket.dist.record import Record
 from hocket.errors import UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.schedule import Schedule
+from hocket.overlap.thread_state import make_baton, thread_setup
 from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch import context as ubatch
-from hocket.ubatch.baton import Baton, GreenletBaton, Outcome, SoloBaton, ThreadBaton
+from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
-from hocket.ubatch.lanes import InlineLane, Lane, Setup, WorkerLane
+from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
 from hocket.ubatch.transfer import HARD
 
 EXECUTORS = ("greenlet", "thread")
+_GRACE_S = 2.0
+"""Collectives and the rank's watchdog know better who is late: they come first."""
 
 
 class UBatchExecutor:
@@ -30,18 +33,26 @@ class UBatchExecutor:
     where the spans of the following steps go; None: nowhere. `schedules` by phase may be replaced.
     """
 
-    def __init__(self, model: CausalLM, kind: str, size: int, timeout_s: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kind: str,
+        size: int,
+        timeout_s: float,
+        device: torch.device,
+        record: Record | None = None,
+    ) -> None:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self.recorder: Recorder | None = None
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-        self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane())
+        self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane(record))
         self._alternating: tuple[Baton, Lane] | None = None
         blocks = False
         if size > 1:
-            setup = thread_setup(device)
-            lane = WorkerLane(timeout_s, setup)
-            self._alternating = (make_baton(kind, size, timeout_s, setup), lane)
+            last_resort_s = timeout_s + _GRACE_S
+            lane = WorkerLane(last_resort_s, thread_setup(device), record=record)
+            self._alternating = (make_baton(kind, size, last_resort_s, device), lane)
             blocks = not lane.has_own_thread and any(layer.transport.launch_blocks for layer in self._layers)
         self.schedules = {phase: schedule.choose(phase, blocks) for phase in schedule.PHASES}
 
@@ -50,7 +61,7 @@ class UBatchExecutor:
 
         Raises:
             UBatchFailed: a ubatch raised in a compute stage; all collectives of the step took place nevertheless.
-            BatonTimeout, RankLost, StepDesync: the step broke off; this rank cannot go on.
+            BatonTimeout, RankLost, StepDesync, OverlapError: the step broke off; this rank cannot go on.
         """
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
@@ -94,6 +105,14 @@ class UBatchExecutor:
 
         return body
 
+    @property
+    def holder(self) -> tuple[int, int | None]:
+        """(ubatch whose turn it is, its thread where it has one of its own); −1 outside of `run`."""
+        if self._alternating is None:
+            return -1, None
+        baton = self._alternating[0]
+        return baton.holder, baton.thread_of(baton.holder)
+
     def close(self) -> None:
         """End the workers."""
         if self._alternating is not None:
@@ -113,34 +132,3 @@ def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None
             cause = f"{type(outcome.error).__name__}: {outcome.error}"
             where = f"ubatch {context.idx}, sparse layer {layer}, {stage.label}"
             raise UBatchFailed(f"{where}: {cause}") from outcome.error
-
-
-def make_baton(kind: str, size: int, timeout_s: float, setup: Setup) -> Baton:
-    """The baton of an executor, with torch's per-thread state taken care of."""
-    if kind == "thread":
-        return ThreadBaton(size, timeout_s, setup)
-    return GreenletBaton(size, timeout_s, _save_thread_state)
-
-
-def thread_setup(device: torch.device) -> Setup:
-    """What every thread that touches tensors enters first."""
-
-    @contextlib.contextmanager
-    def setup() -> Iterator[None]:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with torch.inference_mode():
-            yield
-
-    return setup
-
-
-def _save_thread_state() -> Callable[[], None]:
-    """Grad mode is per OS thread, so greenlets that changed it must find it as they left it."""
-    grad = torch.is_grad_enabled()
-
-    def restore() -> None:
-        if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
-
-    return restore

@@ -20,6 +20,7 @@ from hocket.errors import BatonTimeout
 from hocket.ubatch.lanes import Setup
 
 Body = Callable[[], Any]
+Switch = Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -33,13 +34,15 @@ class Outcome:
 class Baton(ABC):
     """Runs bodies so that exactly one is running at any time; body 0 first, then in order round and round.
 
-    `size`: how many bodies at most. `timeout_s`: how long one may hold the baton.
+    `size`: how many bodies at most. `timeout_s`: how long one may hold the baton. `holder`: the body whose turn it is,
+    −1 outside of `run`.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.timeout_s = timeout_s
-        self._alive: list[bool] = []
+        self.holder = -1
+        self._next: list[int] = []
 
     @abstractmethod
     def run(self, bodies: Sequence[Body]) -> list[Outcome]:
@@ -57,14 +60,26 @@ class Baton(ABC):
     def close(self) -> None:
         """End what is kept between steps."""
 
+    def thread_of(self, idx: int) -> int | None:
+        """The thread that runs body `idx`, where that is not the caller of `run`."""
+        return None
+
     def following(self, idx: int) -> int:
-        """The next unfinished body after `idx`, itself if it is the only one, −1 if there is none."""
-        size = len(self._alive)
-        for step in range(1, size + 1):
-            candidate = (idx + step) % size
-            if self._alive[candidate]:
-                return candidate
-        return -1
+        """The next unfinished body after `idx`, itself if it is the only one."""
+        return self._next[idx]
+
+    def _begin(self, count: int) -> None:
+        """Bodies 0 to count − 1 are there."""
+        self._next = [*range(1, count), 0]
+
+    def _end(self, idx: int) -> int:
+        """Body `idx` has ended; whose turn it is now, −1 if all have."""
+        after, self._next[idx] = self._next[idx], -1
+        if after == idx:
+            self.holder = -1
+            return -1
+        self._next[self._next.index(idx)] = after
+        return after
 
 
 class SoloBaton(Baton):
@@ -72,7 +87,7 @@ class SoloBaton(Baton):
 
     def __init__(self) -> None:
         super().__init__(1, 0.0)
-        self._alive = [True]
+        self._begin(1)
 
     def run(self, bodies: Sequence[Body]) -> list[Outcome]:
         (body,) = bodies
@@ -100,7 +115,6 @@ class ThreadBaton(Baton):
         for lock in (*self._turns, self._done):
             lock.acquire()
         self._outcomes: list[Outcome] = []
-        self._holder = 0
         self._moves = 0  # hand-overs so far: a wait that sees it move goes on waiting
         self._threads = [
             threading.Thread(target=self._work, args=(idx, setup), name=f"ubatch-{idx}", daemon=True)
@@ -124,8 +138,7 @@ class ThreadBaton(Baton):
                 self._leave(idx)
 
     def run(self, bodies: Sequence[Body]) -> list[Outcome]:
-        count = len(bodies)
-        self._alive = [True] * count
+        self._begin(len(bodies))
         self._outcomes = [Outcome() for _ in bodies]
         for idx, body in enumerate(bodies):
             self._jobs[idx].put(body)
@@ -137,8 +150,11 @@ class ThreadBaton(Baton):
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
+    def thread_of(self, idx: int) -> int | None:
+        return self._threads[idx].ident
+
     def _give(self, idx: int) -> None:
-        self._holder = idx
+        self.holder = idx
         self._moves += 1
         self._turns[idx].release()
 
@@ -147,19 +163,17 @@ class ThreadBaton(Baton):
         seen = self._moves
         while not lock.acquire(timeout=self.timeout_s):
             if self._moves == seen:
-                raise BatonTimeout(f"ubatch {self._holder} has held the baton for {self.timeout_s:g} s")
+                raise BatonTimeout(f"ubatch {self.holder} has held the baton for {self.timeout_s:g} s")
             seen = self._moves
 
     def hand_over(self, idx: int) -> None:
-        after = self.following(idx)
-        if after == idx:
-            return
-        self._give(after)
-        self._wait(self._turns[idx])
+        after = self._next[idx]
+        if after != idx:
+            self._give(after)
+            self._wait(self._turns[idx])
 
     def _leave(self, idx: int) -> None:
-        self._alive[idx] = False
-        after = self.following(idx)
+        after = self._end(idx)
         if after < 0:
             self._done.release()
         else:
@@ -175,25 +189,30 @@ class ThreadBaton(Baton):
 class GreenletBaton(Baton):
     """All bodies on the thread that calls `run`. A body that never hands over cannot be timed out from inside.
 
-    `save` is called before a switch and returns what puts the thread's state (grad mode and the like) back after it.
+    `surround` is called at the start of `run`; what it returns is given each switch to make, so that it can keep the
+    thread's state (grad mode and the like) from passing from one body to another.
     """
 
-    def __init__(self, size: int, timeout_s: float, save: Callable[[], Callable[[], None]] | None = None) -> None:
+    def __init__(
+        self, size: int, timeout_s: float, surround: Callable[[], Callable[[Switch], object]] | None = None
+    ) -> None:
         super().__init__(size, timeout_s)
         self._greenlets: list[greenlet.greenlet] = []
-        self._save = save
+        self._surround = surround
+        self._around: Callable[[Switch], object] = _switch
 
     def run(self, bodies: Sequence[Body]) -> list[Outcome]:
         outcomes = [Outcome() for _ in bodies]
-        self._alive = [True] * len(bodies)
+        self._around = _switch if self._surround is None else self._surround()
+        self._begin(len(bodies))
         self._greenlets = [
             greenlet.greenlet(lambda body=body, idx=idx: self._work(body, idx, outcomes[idx]))
             for idx, body in enumerate(bodies)
         ]
         after = 0
         while after >= 0:
-            ended = self._greenlets[after].switch()  # comes back when a body ends
-            after = self.following(ended)
+            self.holder = after
+            after = self._end(self._greenlets[after].switch())  # comes back when a body ends
         self._greenlets = []
         return outcomes
 
@@ -202,17 +221,17 @@ class GreenletBaton(Baton):
             outcome.value = body()
         except BaseException as error:
             outcome.error = error
-        self._alive[idx] = False
         return idx
 
     def hand_over(self, idx: int) -> None:
-        after = self.following(idx)
-        if after == idx:
-            return
-        restore = self._save() if self._save is not None else None
-        self._greenlets[after].switch()
-        if restore is not None:
-            restore()
+        after = self._next[idx]
+        if after != idx:
+            self.holder = after
+            self._around(self._greenlets[after].switch)
 
     def close(self) -> None:
         """Nothing is kept."""
+
+
+def _switch(switch: Switch) -> object:
+    return switch()

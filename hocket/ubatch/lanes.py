@@ -13,6 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+from hocket.dist.record import Record
 from hocket.errors import BatonTimeout
 
 Work = Callable[[], None]
@@ -62,8 +63,14 @@ class InlineLane(Lane):
 
     has_own_thread = False
 
+    def __init__(self, record: Record | None = None) -> None:
+        self._record = record or Record()
+
     def launch(self, work: Work, name: str) -> Pending:
-        return Done(work)
+        self._record.begin_transfer(name)
+        done = Done(work)
+        self._record.end_transfer()
+        return done
 
     def close(self) -> None:
         return None
@@ -102,14 +109,23 @@ class _Job(Pending):
 class WorkerLane(Lane):
     """One daemon thread. The work must release the GIL while it waits (collectives and sleeps do).
 
+    timeout_s: how long one may take on the lane, waiting in the queue included: the last resort, should work that has
+    limits of its own not keep them.
+
     After a failure the lane is broken: what is launched later fails at once in the same way, so that nobody waits for
     a collective whose peers have gone.
     """
 
     has_own_thread = True
 
-    def __init__(self, timeout_s: float, setup: Setup = contextlib.nullcontext) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        setup: Setup = contextlib.nullcontext,
+        record: Record | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
+        self._record = record or Record()
         self._setup = setup
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="comm-lane", daemon=True)
@@ -119,7 +135,11 @@ class WorkerLane(Lane):
         broken: BaseException | None = None
         with self._setup():
             while (job := self._jobs.get()) is not None:
+                if broken is None:
+                    self._record.begin_transfer(job.name)
                 broken = job.run(broken)
+                if broken is None:  # else the record stays at the transfer that failed
+                    self._record.end_transfer()
                 del job
 
     def launch(self, work: Work, name: str) -> Pending:

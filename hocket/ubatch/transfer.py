@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from hocket.errors import BatonTimeout, RankLost, StepDesync
+from hocket.errors import OverlapError, RankLost
 from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
+from hocket.ubatch.guard import refuse_inside_operator
 from hocket.ubatch.lanes import Done, Pending, Work
 
 T = TypeVar("T")
-HARD = (RankLost, StepDesync, BatonTimeout)
+HARD = OverlapError
 """After these the collectives of a step cannot be finished."""
 
 
@@ -39,6 +40,8 @@ class Running(Generic[T]):
     def __init__(self, transfer: Transfer[T], stage: Stage) -> None:
         self._context = current()
         if self._context is not None:
+            if self._context.baton.size > 1:
+                refuse_inside_operator()
             self._context.run_hooks()
         self._transfer = transfer
         self._stage = stage
@@ -99,9 +102,9 @@ class Running(Generic[T]):
         flight.start_ns, flight.stop_ns = self._send.started_ns, arrived_ns
 
 
-def cannot_go_on(stage: Stage, error: Exception) -> RankLost:
+def cannot_go_on(stage: Stage, error: Exception) -> OverlapError:
     """What ends the group where this rank can no longer do its part of a layer's collectives."""
-    return RankLost(f"this rank cannot go on: {stage.label} failed: {type(error).__name__}: {error}")
+    return OverlapError(f"{stage.label} failed: {type(error).__name__}: {error}")
 
 
 def _named(work: Work, name: str) -> Work:
@@ -114,8 +117,8 @@ def _named(work: Work, name: str) -> Work:
             raise
         except RuntimeError as error:
             raise RankLost(f"a rank is late or gone: {name} failed: {_first_sentence(error)}") from error
-        except Exception as error:
-            raise RankLost(f"this rank cannot go on: {name} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:  # no peer is to blame, but none of them can go on either
+            raise OverlapError(f"{name} failed: {type(error).__name__}: {error}") from error
 
     return run
 

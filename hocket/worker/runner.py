@@ -68,7 +68,7 @@ class Runner:
         self.kv_caches = allocate_kv_caches(config.model, self.num_blocks, config.cache.block_size, dtype, mesh.device)
         overlap = config.overlap
         self.executor = UBatchExecutor(
-            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device
+            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
         )
         self.sampler = Sampler()
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}

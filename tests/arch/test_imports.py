@@ -18,6 +18,7 @@ LAYERS = [
     ("hocket.processor", "hocket.prompt", "hocket.generation_config", "hocket.engine", "hocket.dist.launcher"),
     ("hocket.worker",),
     ("hocket.overlap.executor", "hocket.overlap.views"),
+    ("hocket.overlap.thread_state",),
     ("hocket.models",),
     ("hocket.attention", "hocket.moe"),
     ("hocket.cache.storage",),
@@ -70,6 +71,7 @@ WITH_TORCH = [
     "hocket.dist.collectives",
     "hocket.overlap.views",
     "hocket.overlap.executor",
+    "hocket.overlap.thread_state",
 ]
 
 

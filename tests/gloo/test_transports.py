@@ -343,20 +343,27 @@ def test_the_pool_itself_ends_in_time_and_names_ranks(pool: RankPool) -> None:
         pool.run(fail_and_hang, num_ranks=2)
 
 
-def skip_one_dispatch(env: RankEnv) -> str:
-    """Rank 1 is one dispatch ahead: what rank 0 sees."""
-    case = Case((1, 1), (2, 3), 4, 2)
-    transport = make_transport(env, case, "torch")
+def skip_one(env: RankEnv, name: str, what: str) -> str:
+    """Rank 1 leaves out one transfer, or two (counted, but not run): what each rank sees at its next dispatch."""
+    case = Case((2, 2), (1, 1), 4, 2)
+    transport = make_transport(env, case, name)
+    tokens = make_tokens(case, env.rank)
+    sent = prepared(transport, *tokens, case.layout(env.rank))
+    finalized(transport, torch.zeros(sent.x.shape), sent.handle)
     if env.rank == 1:
-        next(transport._numbers)  # type: ignore[attr-defined]
+        transport.prepare(*tokens, case.layout(env.rank))
+        if what == "both":
+            transport.finalize(torch.zeros(sent.x.shape), sent.handle)
     try:
-        prepared(transport, *make_tokens(case, env.rank), case.layout(env.rank))
+        prepared(transport, *tokens, case.layout(env.rank))
     except StepDesync as error:
         return str(error)
     return ""
 
 
-def test_a_rank_at_another_dispatch_is_named(pool: RankPool) -> None:
-    messages = pool.run(skip_one_dispatch, num_ranks=2)
-    assert messages[0] == "rank 1 is at dispatch 1 where this rank is at 0"
-    assert messages[1] == "rank 0 is at dispatch 0 where this rank is at 1"
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize(("what", "ahead"), [("one", 3), ("both", 4)])
+def test_a_rank_at_another_transfer_is_named(pool: RankPool, name: str, what: str, ahead: int) -> None:
+    messages = pool.run(skip_one, name, what, num_ranks=2)
+    assert messages[0] == f"rank 1 is at transfer {ahead} where this rank is at 2"
+    assert messages[1] == f"rank 0 is at transfer 2 where this rank is at {ahead}"

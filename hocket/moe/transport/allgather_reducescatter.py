@@ -5,6 +5,7 @@ Shapes: T this rank's rows, P rows every rank pads to, D hidden, K top-k, n rank
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,11 @@ from hocket.dist import collectives
 from hocket.errors import CapacityError
 from hocket.moe.base import DROPPED, TokenLayout, check_ids
 from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
 from hocket.moe.transport.rows import RowFormat
 from hocket.ubatch.transfer import Transfer
+
+INT32_MAX = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class AllGatherReduceScatterTransport(Transport):
         self._num_experts = placement.num_experts
         self._num_ranks = placement.num_ranks
         self._group = group
+        self._numbers = itertools.count()
         # One entry more than experts: index -1, a dropped slot, reads it.
         mine = [DROPPED] * (placement.num_experts + 1)
         for index, expert in enumerate(placement.experts_of(rank)):
@@ -54,10 +58,13 @@ class AllGatherReduceScatterTransport(Transport):
         if num_rows > padded:
             raise CapacityError(f"{num_rows} rows do not fit into the {padded} that every rank pads to")
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
-        sent = rows.pack(x, topk_ids, topk_weights, padded)
+        number = next(self._numbers) & INT32_MAX
+        sent = rows.pack(x, topk_ids, topk_weights, padded, number)
         received = sent.new_empty(self._num_ranks * padded, rows.row_bytes)
 
         def result() -> Dispatched:
+            if padded and received.device.type == "cpu":  # elsewhere a look would stop the host
+                check_numbers(number, rows.numbers(received)[::padded].tolist())
             all_x, all_ids, all_weights = rows.unpack(received)
             return Dispatched(all_x, self._local_id_of[all_ids], all_weights, GatherHandle(num_rows, padded))
 
@@ -69,6 +76,7 @@ class AllGatherReduceScatterTransport(Transport):
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
         assert isinstance(handle, GatherHandle)
+        next(self._numbers)
         out = expert_out.new_empty(handle.num_padded_max, expert_out.shape[1])
         sums = expert_out.contiguous()
         return Transfer(

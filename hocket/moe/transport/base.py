@@ -6,11 +6,13 @@ Shapes: T a rank's rows, N rows received, D hidden, K top-k, E experts of all ra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from hocket.errors import StepDesync
 from hocket.moe.base import TokenLayout
 from hocket.ubatch.transfer import Transfer
 
@@ -64,3 +66,10 @@ class Transport(ABC):
         what all ranks computed for each of this rank's rows, in fp32 where the backend allows: [T, D] in expert_out's
         dtype.
         """
+
+
+def check_numbers(mine: int, theirs: Iterable[int]) -> None:
+    """Raise StepDesync unless each rank's transfer, in rank order, has this rank's number; names the first other."""
+    for rank, number in enumerate(theirs):
+        if number != mine:
+            raise StepDesync(f"rank {rank} is at transfer {number} where this rank is at {mine}")

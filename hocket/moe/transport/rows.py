@@ -1,6 +1,7 @@
 """One token as one row of bytes, so that hidden state, expert ids and weights travel in one message. Knows no ranks.
 
-Shapes: N rows, D hidden, K top-k. A row is [x: D | ids: K int32 | weights: K fp32], each part padded to 16 bytes.
+Shapes: N rows, D hidden, K top-k. A row is [x: D | ids: K int32, number: int32 | weights: K fp32], each part padded to
+16 bytes. The number says which transfer a row is of: ranks that are not at the same must not take each other's rows.
 """
 
 from __future__ import annotations
@@ -30,30 +31,36 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        return _align(self.hidden_size * self.dtype.itemsize) + 2 * _align(self.top_k * SLOT_BYTES)
+        sizes = self.hidden_size * self.dtype.itemsize, (self.top_k + 1) * SLOT_BYTES, self.top_k * SLOT_BYTES
+        return sum(map(_align, sizes))
 
-    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int) -> Tensor:
+    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int, number: int = 0) -> Tensor:
         """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes]; rows past N are zeros with ids of -1."""
         rows = torch.zeros(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
         row_x, row_ids, row_weights = self._views(rows)
         count = x.shape[0]
         row_x[:count] = x
-        row_ids[:count] = ids
-        row_ids[count:] = DROPPED
+        row_ids[:count, :-1] = ids
+        row_ids[count:, :-1] = DROPPED
+        row_ids[:, -1] = number
         row_weights[:count] = weights
         return rows
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """uint8 [N, row_bytes] → (x [N, D], ids int64 [N, K], weights fp32 [N, K]); x and weights are views."""
         x, ids, weights = self._views(rows)
-        return x, ids.long(), weights
+        return x, ids[:, :-1].long(), weights
+
+    def numbers(self, rows: Tensor) -> Tensor:
+        """uint8 [N, row_bytes] → int32 [N]: the number each row was packed with."""
+        return self._views(rows)[1][:, -1]
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_bytes, slot_bytes = self.hidden_size * self.dtype.itemsize, self.top_k * SLOT_BYTES
-        ids_at = _align(x_bytes)
-        weights_at = ids_at + _align(slot_bytes)
+        ids_at, id_bytes = _align(x_bytes), slot_bytes + SLOT_BYTES
+        weights_at = ids_at + _align(id_bytes)
         return (
             rows[:, :x_bytes].view(self.dtype),
-            rows[:, ids_at : ids_at + slot_bytes].view(torch.int32),
+            rows[:, ids_at : ids_at + id_bytes].view(torch.int32),
             rows[:, weights_at : weights_at + slot_bytes].view(torch.float32),
         )

@@ -6,17 +6,15 @@ Shapes: T this rank's rows, S rows sent, N rows received, D hidden, K top-k, n r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hocket.dist import collectives
-from hocket.errors import StepDesync
 from hocket.moe.base import DROPPED, TokenLayout, check_ids
 from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
 from hocket.moe.transport.rows import RowFormat
 from hocket.ubatch.transfer import Transfer
 
@@ -34,7 +32,7 @@ class TorchHandle(Handle):
 class _Dispatch:
     """One dispatch under way. The counts travel first and are read on the host, so it all runs on the comm lane.
 
-    With them travels a number that counts dispatches: ranks that are not at the same one must not take each other's
+    With them travels a number that counts transfers: ranks that are not at the same one must not take each other's
     bytes for rows.
     """
 
@@ -44,10 +42,10 @@ class _Dispatch:
         rows: RowFormat,
         counts: Tensor,
         packed: Tensor,
-        numbers: Iterator[int],
+        number: int,
     ) -> None:
         self._group = group
-        self._numbers = numbers
+        self._number = number
         self._rows = rows
         self._counts = counts
         self._packed = packed
@@ -56,20 +54,17 @@ class _Dispatch:
         self.recv_splits: list[int] = []
 
     def send(self) -> None:
-        """Rows for each rank, with the number of this dispatch, to the host; then the rows themselves.
+        """Rows for each rank, with the number of this transfer, to the host; then the rows themselves.
 
         Raises:
-            StepDesync: another rank is at another dispatch; names it.
+            StepDesync: another rank is at another transfer; names it.
         """
-        number = next(self._numbers)
-        to_ranks = torch.stack((self._counts, torch.full_like(self._counts, number)), dim=1)  # int64 [n, 2]
+        to_ranks = torch.stack((self._counts, torch.full_like(self._counts, self._number)), dim=1)  # int64 [n, 2]
         from_ranks = torch.empty_like(to_ranks)
         collectives.all_to_all(from_ranks, to_ranks, self._group)
         self.send_splits = to_ranks[:, 0].tolist()
-        self.recv_splits, theirs = from_ranks.T.tolist()
-        for rank, other in enumerate(theirs):
-            if other != number:
-                raise StepDesync(f"rank {rank} is at dispatch {other} where this rank is at {number}")
+        self.recv_splits, numbers = from_ranks.T.tolist()
+        check_numbers(self._number, numbers)
         self.received = self._packed.new_empty(sum(self.recv_splits), self._rows.row_bytes)
         collectives.all_to_all(self.received, self._packed, self._group, self.recv_splits, self.send_splits)
 
@@ -105,7 +100,7 @@ class TorchTransport(Transport):
         local_ids = torch.where(owner[token_idx] == dest[:, None], self._local_idx[topk_ids[token_idx]], DROPPED)
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         packed = rows.pack(x[token_idx], local_ids, topk_weights[token_idx], len(token_idx))
-        under_way = _Dispatch(self._group, rows, is_wanted.sum(dim=-1), packed, self._numbers)
+        under_way = _Dispatch(self._group, rows, is_wanted.sum(dim=-1), packed, next(self._numbers))
 
         def result() -> Dispatched:
             assert under_way.received is not None
@@ -116,6 +111,7 @@ class TorchTransport(Transport):
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
         assert isinstance(handle, TorchHandle)
+        next(self._numbers)
         sums = expert_out.contiguous()
         back = expert_out.new_empty(len(handle.token_idx), expert_out.shape[1])
 

@@ -1,0 +1,46 @@
+"""Notices that this rank computes without getting on. Knows from the rank's record what it does, and no tensors.
+
+Waits for others have time-outs of their own; what never returns, in a greenlet above all, can only be seen from another
+thread. That one sleeps, and counts its looks instead of reading a clock: a stopped process has not used its time up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from hocket.dist.record import COMPUTES, Record
+
+_LOOKS = 20
+"""Per limit. A look costs a few µs."""
+
+
+class Watchdog:
+    """Calls `on_stuck`, once, on a thread of its own when the rank has been computing for `limit_s` seconds without a
+    step or a transfer that began or ended.
+    """
+
+    def __init__(self, record: Record, limit_s: float, on_stuck: Callable[[], None]) -> None:
+        self._record = record
+        self._interval_s = limit_s / _LOOKS
+        self._on_stuck = on_stuck
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        seen, unchanged = (-1, -1), 0
+        while not self._closed.wait(self._interval_s):
+            record = self._record
+            now = record.steps, record.transfers
+            waits = record.state != COMPUTES or record.is_busy
+            unchanged = 0 if waits or now != seen else unchanged + 1
+            seen = now
+            if unchanged >= _LOOKS:
+                self._on_stuck()
+                return
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+        self._thread.join()
