@@ -14,7 +14,7 @@ from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.schedule import Schedule
 from hocket.overlap.thread_state import make_baton, thread_setup
-from hocket.trace.spans import Recorder, Stage, Track
+from hocket.trace.spans import Recorder, Stage
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
@@ -79,7 +79,7 @@ class UBatchExecutor:
     def _contexts(self, count: int, baton: Baton, lane: Lane, schedule: Schedule) -> list[UBatchContext]:
         contexts: list[UBatchContext] = []
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, Track(idx, self.recorder)))
+            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, self.recorder))
         return contexts
 
     def _body(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Callable[[], Tensor]:

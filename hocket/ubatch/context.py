@@ -11,19 +11,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hocket.trace import spans
-from hocket.trace.spans import Stage, Track
+from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.lanes import Done, Lane, Pending, Work
 
 Hook = Callable[[], None]
 
 
+_ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
+
+
 @dataclass(eq=False)
 class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
-    order: the stages and hand-overs of a sparse layer behind attention. track: where the ubatch is; its `layer` counts
-    sparse layers whose collectives are over, after a failure the rest still have to take place.
+    order: the stages and hand-overs of a sparse layer behind attention. recorder: where its spans go. track: where the
+    ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the rest must still happen.
     comm_ns: time that transfers took, from the start of the send to the end of the receive. exposed_ns: the part of it
     that compute stood still for. comm_bytes: what this rank sent.
     """
@@ -32,12 +35,16 @@ class UBatchContext:
     baton: Baton
     lane: Lane
     peers: list[UBatchContext] = field(repr=False)
-    order: tuple[Stage, ...]
-    track: Track
+    order: tuple[Stage, ...] = _ALONE
+    recorder: Recorder | None = None
+    track: Track = field(init=False)
     hooks: deque[Hook] = field(default_factory=deque)
     comm_ns: int = 0
     exposed_ns: int = 0
     comm_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.track = Track(self.idx, self.recorder)
 
     def run_hooks(self) -> None:
         """Run what other ubatches left for this one, oldest first."""
@@ -57,9 +64,6 @@ def enter(context: UBatchContext | None) -> None:
     """Make `context` that of the calling thread or greenlet; None: no ubatch."""
     _current.set(context)
     spans.enter(None if context is None else context.track)
-
-
-_ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
 
 
 def order() -> tuple[Stage, ...]:

@@ -57,8 +57,8 @@ def inputs_of(parts: Sequence[tuple[int, int]]) -> UBatchInputs:
 
 def glued(rule: str, pieces: list[Any], cut_before: list[bool]) -> Any:
     """The whole from its pieces, by the rule of a field; cut_before: the piece starts inside a request."""
-    if rule == "tokens":
-        return torch.cat(pieces, dim=-1)
+    if rule in ("tokens", "tokens_last"):
+        return torch.cat(pieces, dim=0 if rule == "tokens" else -1)
     if rule == "requests":
         whole: list[Any] = []
         for piece, is_cut in zip(pieces, cut_before, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from checkpoints import make
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_executor import Bench
 
@@ -90,6 +90,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule("drawn", (S.QKV, S.ATTENTION, *tail))
 
 
+@settings(deadline=None)
 @given(schedules(), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_every_legal_order_keeps_the_invariants(
     schedule: Schedule, n: int, layers: int, is_apart: bool, has_shared: bool

@@ -127,15 +127,16 @@ INSIDE_AN_OPERATOR = """
 import sys, torch
 from hocket.errors import HocketError
 from hocket.overlap.thread_state import make_baton
+from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import InlineLane
 from hocket.ubatch.transfer import Running, Transfer
 
 def transfer(x):
-    running = Running(Transfer(lambda: None, lambda: x + 1, lambda: 0), "dispatch")
+    running = Running(Transfer(lambda: None, lambda: x + 1, lambda: 0), Stage.DISPATCH)
     running.hand_over()
-    return running.finish()
+    return running.finish(Stage.EXPERTS)
 
 @torch.library.custom_op("hocket_test::sparse", mutates_args=())
 def as_custom_op(x: torch.Tensor) -> torch.Tensor:
