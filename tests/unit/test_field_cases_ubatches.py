@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,6 @@ from hocket.request import EngineRequest, Request, SamplingParams
 from hocket.scheduler.batch import Batch, ScheduledRequest
 from hocket.ubatch import context
 from hocket.ubatch.baton import GreenletBaton, ThreadBaton
-from hocket.ubatch.context import UBatchContext, hand_over
-from hocket.ubatch.lanes import InlineLane
 from hocket.ubatch.scratch import PerUBatch
 
 CPU = torch.device("cpu")
@@ -192,18 +191,17 @@ def test_r006_r093_per_ubatch_values_are_each_ubatchs_own(baton_kind: type[Green
     kept = PerUBatch(lambda: next(made))
     seen: list[list[int]] = [[] for _ in range(3)]
 
-    def body(own: UBatchContext) -> None:
+    def body(idx: int) -> None:
+        own: Any = SimpleNamespace(idx=idx)
         context.enter(own)
         for _ in range(4):
-            kept.value += 100 * (own.idx + 1)
-            hand_over()
-            seen[own.idx].append(kept.value)
+            kept.value += 100 * (idx + 1)
+            baton.hand_over(idx)
+            seen[idx].append(kept.value)
         context.enter(None)
 
     for _ in range(2):
-        peers: list[UBatchContext] = []
-        peers += [UBatchContext(idx, baton, InlineLane(), peers) for idx in range(3)]
-        outcomes = baton.run([functools.partial(body, own) for own in peers])
+        outcomes = baton.run([functools.partial(body, idx) for idx in range(3)])
         assert not any(outcome.error for outcome in outcomes)
     baton.close()
     assert seen == [[idx + 100 * (idx + 1) * turn for turn in range(1, 9)] for idx in range(3)]
