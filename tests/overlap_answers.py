@@ -39,7 +39,7 @@ from hocket.request import SamplingParams
 
 TOP = 4
 TOLERANCE = 1e-5
-LEAST_MARGIN = 2e-5
+LEAST_MARGIN = 1e-5
 """Routing or greedy choices nearer than this to a tie are not asked for: rounding may decide them either way."""
 Checkpoints = Callable[[str], Path]
 
