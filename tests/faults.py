@@ -323,10 +323,12 @@ def install() -> None:
     install_from(RANK_FAULTS)
 
 
-def install_from(plants: Mapping[str, Plant]) -> None:
+def install_from(plants: Mapping[str, Plant], before: Callable[[], object] = lambda: None) -> None:
+    """As `install`, for one of these plants; `before` is called before an engine is built."""
     build = Engine.__init__
 
     def build_and_plant(self: Engine, *args: Any) -> None:
+        before()
         build(self, *args)
         name = Path(os.environ[FAULT_FILE]).read_text()
         if name:

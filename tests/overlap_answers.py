@@ -18,19 +18,19 @@ from checkpoints import VOCAB, Reference, hf_reference
 from gloo_groups import STEP_TIMEOUT_S, Groups
 from overlap_cells import (
     HEAD_LEN,
-    NUM_RANKS,
     NUM_TOKENS,
     PREFIX_LEN,
     Ask,
     Case,
-    Cell,
     Expected,
     asks_of,
     engine_options,
     expected,
     forced_split,
     overlap_options,
+    ranks_of,
 )
+from pairwise import Cell
 from torch import Tensor
 
 from hocket.llm import LLM
@@ -39,7 +39,7 @@ from hocket.request import SamplingParams
 
 TOP = 4
 TOLERANCE = 1e-5
-LEAST_MARGIN = 2e-5
+LEAST_MARGIN = 1e-5
 """Routing or greedy choices nearer than this to a tie are not asked for: rounding may decide them either way."""
 Checkpoints = Callable[[str], Path]
 
@@ -198,7 +198,7 @@ class Checker:
             environment.setenv("HOCKET_FORCE_SPLIT", forced_split(config))
             if asks_for_overlap:
                 options |= overlap_options(config)
-            with self.groups.llm(path, NUM_RANKS, step_timeout=self.step_timeout, **options) as llm:
+            with self.groups.llm(path, ranks_of(config), step_timeout=self.step_timeout, **options) as llm:
                 self._fill_cache(llm, config)
                 yield llm
 
@@ -206,8 +206,9 @@ class Checker:
         """Bring what all prompts share into every rank's prefix cache."""
         if config["prefix"]:
             prompt = self._of(config).of([_PREFIX])[_PREFIX].prompt
+            ranks = range(ranks_of(config))
             one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            llm.generate([prompt] * NUM_RANKS, one, data_parallel_rank=list(range(NUM_RANKS)), use_tqdm=False)
+            llm.generate([prompt for _ in ranks], one, data_parallel_rank=list(ranks), use_tqdm=False)
         llm.stats(reset=True)
 
     def _of(self, config: Cell) -> Answers:

@@ -7,17 +7,13 @@ no answers.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import checkpoints
-import more_checkpoints
-from pairwise import Cell, cover, full_grid, pairwise_cover
+from pairwise import Cell
 
-NUM_RANKS = 2
 NUM_TOKENS = 3
 """Most output tokens of a request."""
 BLOCK = 4
@@ -31,56 +27,19 @@ SIZES = (
     (8, 8), (8, 7), (8, 1), (1, 8), (1, 1), (0, 8), (8, 0), (2, 2), (3, 3), (33, 0), (64, 1), (64, 2), (2, 64), (40, 3)
 )  # fmt: skip
 PHASES = ("prefill", "decode", "mixed")
-Case = tuple[tuple[int, int], str]
+FORCED_SIZES = ((1,), (8,), (40,), (8, 7, 1), (0, 3, 64), (1, 0, 1, 2), (8, 33, 0, 5))
+"""For forced splits on another number of ranks than two."""
+MOST_RANKS = 4
+Size = tuple[int, ...]
+Case = tuple[Size, str]
 CASES: list[Case] = list(itertools.product(SIZES, PHASES))
-
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "v2": ("v2", "v2-tied", "v2-linear", "v2-bias"),
-    "v2-groups": ("v2-groups", "v2-yarn", "v2-yarn-plain"),
-    "v3": ("v3", "v3-tied", "v3-yarn", "v3-halves", "v3-no-groups", "v3-yarn-equal-ranks"),
-    "qwen3": ("qwen3", "qwen3-no-norm", "qwen3-yarn", "qwen3-many-experts"),
-    "qwen3-dense": ("qwen3-dense-layer", "qwen3-first-dense", "qwen3-two-experts"),
-}
-"""Checkpoints by family; a configuration of a family has one of them. (OLMoE is not of Hocket's own models.)"""
-assert {name for names in FAMILIES.values() for name in names} == {
-    *checkpoints.CONFIGS, *more_checkpoints.CONFIGS
-} - {"olmoe"}  # fmt: skip
-
-DIMENSIONS: dict[str, tuple[Any, ...]] = {
-    "family": tuple(FAMILIES),
-    "transport": ("torch", "allgather_reducescatter", "emulated-torch", "emulated-allgather_reducescatter"),
-    "executor": ("greenlet", "thread"),
-    "ubatches": (1, 2, 3, 4),
-    "prefix": (False, True),
-    "chunk": (0, CHUNK),
-    "threshold": ("least", "8", "forced"),
-}
-
-
-def allowed(config: Cell) -> bool:
-    """With one ubatch there is nothing to execute in turns and nothing to compare with a threshold or to force."""
-    return config["ubatches"] > 1 or (config["executor"] == "greenlet" and config["threshold"] == "least")
-
-
-def with_checkpoint(config: Cell) -> Cell:
-    """The configuration with one of its family's checkpoints, always the same one."""
-    draw = random.Random(config_id(config))
-    return {**config, "checkpoint": draw.choice(FAMILIES[config["family"]])}
-
-
-def config_id(config: Cell) -> str:
-    return "-".join(str(value) for value in config.values())
-
-
-GRID = [with_checkpoint(config) for config in full_grid(DIMENSIONS, allowed)]
-"""Every configuration."""
 
 
 def engine_options(config: Cell) -> dict[str, Any]:
     """What the configuration has in common with the one without overlap that it is compared with."""
     emulated = config["transport"].startswith("emulated-")
     return {
-        "all2all_backend": config["transport"].removeprefix("emulated-"),
+        **({"all2all_backend": config["transport"].removeprefix("emulated-")} if ranks_of(config) > 1 else {}),
         "enable_prefix_caching": config["prefix"],
         "long_prefill_token_threshold": config["chunk"],
         "max_num_seqs": 72,
@@ -104,13 +63,17 @@ def overlap_options(config: Cell) -> dict[str, Any]:
     }
 
 
+def ranks_of(config: Cell) -> int:
+    return int(config.get("ranks", 2))
+
+
 def forced_split(config: Cell) -> str:
     """The value of HOCKET_FORCE_SPLIT."""
     return str(config["ubatches"]) if config["threshold"] == "forced" else "0"
 
 
 def threshold_of(config: Cell) -> int:
-    return {"least": config["ubatches"], "8": 8, "forced": 0}[config["threshold"]]
+    return int({"least": config["ubatches"], "8": 8, "forced": 0}[config["threshold"]])
 
 
 # -- requests -------------------------------------------------------------------------------------------------------
@@ -133,7 +96,7 @@ class Ask:
     num_cached: int = 0
 
 
-def asks_of(size: tuple[int, int], phase: str, config: Cell) -> list[Ask]:
+def asks_of(size: Size, phase: str, config: Cell) -> list[Ask]:
     """Requests that, arriving together, come to a step of `phase` with `size` tokens per rank.
 
     Prefill: their first step. Decode: all steps after the first. Mixed: the second step, in which the short prompts
@@ -142,8 +105,8 @@ def asks_of(size: tuple[int, int], phase: str, config: Cell) -> list[Ask]:
     return [ask for rank, tokens in enumerate(size) if tokens for ask in _of_rank(rank, tokens, size, phase, config)]
 
 
-def _of_rank(rank: int, tokens: int, size: tuple[int, int], phase: str, config: Cell) -> Iterator[Ask]:
-    head = (SIZES.index(size) * len(PHASES) + PHASES.index(phase)) * NUM_RANKS + rank
+def _of_rank(rank: int, tokens: int, size: Size, phase: str, config: Cell) -> Iterator[Ask]:
+    head = ((*SIZES, *FORCED_SIZES).index(size) * len(PHASES) + PHASES.index(phase)) * MOST_RANKS + rank
     if phase == "decode":
         yield from _shorts(rank, tokens, config)
     elif phase == "prefill":
@@ -204,9 +167,10 @@ Step = list[list[Part]]
 """By rank."""
 
 
-def steps_of(asks: Sequence[Ask], chunk: int) -> list[Step]:
+def steps_of(asks: Sequence[Ask], config: Cell) -> list[Step]:
     """The steps of a cell: running decodes first, then prompts in order of arrival, up to a chunk each."""
-    ranks = [list(_rank_steps([a for a in asks if a.rank == rank], chunk)) for rank in range(NUM_RANKS)]
+    by_rank = [[ask for ask in asks if ask.rank == rank] for rank in range(ranks_of(config))]
+    ranks = [list(_rank_steps(of_rank, config["chunk"])) for of_rank in by_rank]
     return [list(parts) for parts in itertools.zip_longest(*ranks, fillvalue=[])]
 
 
@@ -275,10 +239,11 @@ class Expected:
 
 
 def expected(asks: Sequence[Ask], config: Cell) -> list[Expected]:
-    """By rank. After the last step one more follows in which the ranks see that all are done."""
-    steps = steps_of(asks, config["chunk"])
+    """By rank. Where there are several, one more step follows the last, in which they see that all are done."""
+    steps = steps_of(asks, config)
+    num_ranks = ranks_of(config)
     found = []
-    for rank in range(NUM_RANKS):
+    for rank in range(num_ranks):
         reasons: dict[str, Counter[str]] = {}
         cuts: Counter[str] = Counter()
         for step in steps:
@@ -287,39 +252,11 @@ def expected(asks: Sequence[Ask], config: Cell) -> list[Expected]:
                 reasons.setdefault(phase_of(step[rank]), Counter())[reason] += 1
             if reason == "split":
                 cuts["+".join(map(str, cuts_of(step, config["ubatches"])[rank]))] += 1
-        found.append(Expected(len(steps) + 1, {phase: dict(r) for phase, r in reasons.items()}, dict(cuts)))
+        num_steps = len(steps) + (num_ranks > 1)
+        found.append(Expected(num_steps, {phase: dict(r) for phase, r in reasons.items()}, dict(cuts)))
     return found
 
 
-def main_step(size: tuple[int, int], phase: str, config: Cell) -> Step:
+def main_step(size: Size, phase: str, config: Cell) -> Step:
     """The step that has the cell's size and phase."""
-    return steps_of(asks_of(size, phase, config), config["chunk"])[0 if phase == "prefill" else 1]
-
-
-# -- the cover ------------------------------------------------------------------------------------------------------
-
-
-def choose() -> list[tuple[Cell, list[Case]]]:
-    """Few configurations with some cases each, such that every two values of any two dimensions meet.
-
-    "way", how many ubatches and whether the cell's own step is split, is a dimension too, so that each size, phase,
-    model, transport and executor is really split with each number of ubatches. Checkpoints that no
-    configuration drew get one size in all phases.
-    """
-    configs = [with_checkpoint(config) for config in pairwise_cover(DIMENSIONS, allowed)]
-    cells = []
-    for number, config in enumerate(configs):
-        for size, phase in CASES:
-            way = (config["ubatches"], reason_of(main_step(size, phase, config), config))
-            cells.append({**config, "size": size, "phase": phase, "way": way, "config": number})
-    ignored = ("checkpoint", "config", "ubatches")
-    chosen = cover(cells, lambda cell: {name: value for name, value in cell.items() if name not in ignored})
-    cases: dict[int, list[Case]] = {number: [] for number in range(len(configs))}
-    for cell in chosen:
-        cases[cell["config"]].append((cell["size"], cell["phase"]))
-    found = [(configs[number], sorted(of_config)) for number, of_config in cases.items() if of_config]
-    rest = {name for names in FAMILIES.values() for name in names} - {config["checkpoint"] for config, _ in found}
-    for name in sorted(rest):
-        config = next(c for c in GRID if c["checkpoint"] == name and c["ubatches"] > 1 and c["threshold"] == "least")
-        found.append((config, [(SIZES[1], phase) for phase in PHASES]))
-    return found
+    return steps_of(asks_of(size, phase, config), config)[0 if phase == "prefill" else 1]

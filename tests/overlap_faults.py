@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import faults
 import torch
 from faults import Plant, moe_layers
+from overlap_transfer_faults import MOCKS, TRANSFER_FAULTS, mocked, receive_apart, ubatch_idx
 from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.models.base import UBatchInputs
-from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap import veto, views
 from hocket.overlap.slices import UBatchSlice
 from hocket.scheduler.batch import Batch
-from hocket.ubatch.context import UBatchContext, current
-from hocket.ubatch.transfer import Transfer
 
-_mocks = ExitStack()
 Parts = tuple[UBatchInputs, ...]
-
-
-def mocked(owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute of a module or class until the next engine is built."""
-    _mocks.enter_context(mock.patch.object(owner, name, value))
-
-
-def ubatch_idx() -> int | None:
-    """Which ubatch is running; None where the step is not split."""
-    context = current()
-    return context.idx if context is not None and len(context.peers) > 1 else None
 
 
 # -- metadata of a ubatch -------------------------------------------------------------------------------------------
@@ -89,13 +73,14 @@ def change_parts(change: Callable[[Engine, Parts], Parts]) -> Plant:
     """The ubatches' inputs become `change(engine, the right ones)`."""
 
     def plant(engine: Engine) -> None:
-        prepare = engine.runner.prepare
+        runner: Any = engine.runner
+        prepare = runner.prepare
 
         def changed(*args: Any) -> Parts:
             parts = prepare(*args)
             return change(engine, parts) if len(parts) > 1 else parts
 
-        engine.runner.prepare = changed  # type: ignore[method-assign]
+        runner.prepare = changed
 
     return plant
 
@@ -105,7 +90,8 @@ def first_rows_of(field: str) -> Plant:
 
     def change(engine: Engine, parts: Parts) -> Parts:
         whole = torch.cat([getattr(part, field) for part in parts])
-        return tuple(dataclasses.replace(p, **{field: whole[: len(getattr(p, field))]}) for p in parts)
+        rows: list[Any] = [whole[: len(getattr(part, field))] for part in parts]
+        return tuple(dataclasses.replace(part, **{field: own}) for part, own in zip(parts, rows, strict=True))
 
     return change_parts(change)
 
@@ -167,12 +153,13 @@ def change_run(change: Callable[[Callable[..., list[Any]], Parts, Any], list[Any
     """Split steps are run by `change(the right run, ubatches, KV caches)`."""
 
     def plant(engine: Engine) -> None:
-        run = engine.runner.executor.run
+        executor: Any = engine.runner.executor
+        run = executor.run
 
         def changed(parts: Parts, caches: Any) -> list[Any]:
             return change(run, parts, caches) if len(parts) > 1 else run(parts, caches)
 
-        engine.runner.executor.run = changed  # type: ignore[method-assign]
+        executor.run = changed
 
     return plant
 
@@ -184,15 +171,16 @@ def last_first(run: Callable[..., list[Any]], parts: Parts, caches: Any) -> list
 
 def skip_empty_ubatches(engine: Engine) -> None:
     """A ubatch without tokens returns at once."""
-    model = engine.runner.model
+    model: Any = engine.runner.model
     forward = model.forward
 
     def early(inputs: UBatchInputs, caches: list[Tensor]) -> Tensor:
         if ubatch_idx() is not None and not len(inputs.token_ids):
-            return model.embed_tokens.new_empty(0, model.config.hidden_size)
-        return forward(inputs, caches)
+            return torch.empty(0, engine.config.model.hidden_size)
+        out: Tensor = forward(inputs, caches)
+        return out
 
-    model.forward = early  # type: ignore[method-assign]
+    model.forward = early
 
 
 def one_plan_for_all(engine: Engine) -> None:
@@ -217,128 +205,6 @@ def lose_shared_experts(engine: Engine) -> None:
         shared.register_forward_hook(lambda _module, _args, out: out * 0 if ubatch_idx() == 1 else out)
 
 
-# -- transports -----------------------------------------------------------------------------------------------------
-
-
-def transports(engine: Engine) -> list[Transport]:
-    found = {id(layer.transport): layer.transport for layer in moe_layers(engine)}
-    return list(found.values())
-
-
-def change_dispatch(change: Callable[[Any, Transfer[Dispatched]], Transfer[Dispatched]]) -> Plant:
-    """In ubatches each dispatch becomes `change(state of this transport, the right one)`."""
-    return _change("prepare", change)
-
-
-def change_combine(change: Callable[[Any, Transfer[Tensor]], Transfer[Tensor]]) -> Plant:
-    return _change("finalize", change)
-
-
-def _change(name: str, change: Callable[[dict[str, Any], Any], Any]) -> Plant:
-    def plant(engine: Engine) -> None:
-        for transport in transports(engine):
-            real, state = getattr(transport, name), {"rank": engine.mesh.rank}
-
-            def changed(*args: Any, real: Any = real, state: dict[str, Any] = state) -> Any:
-                return change(state, real(*args)) if ubatch_idx() is not None else real(*args)
-
-            setattr(transport, name, changed)
-
-    return plant
-
-
-def latest_result(state: dict[str, Any], transfer: Transfer[Any]) -> Transfer[Any]:
-    """What was received is kept on the transport, where the other ubatch's next transfer overwrites it."""
-    state["latest"] = transfer
-    return dataclasses.replace(transfer, result=lambda: state["latest"].result())
-
-
-def weigh_twice(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
-    def result() -> Dispatched:
-        sent = transfer.result()
-        return dataclasses.replace(sent, weights=sent.weights * sent.weights)
-
-    return dataclasses.replace(transfer, result=result)
-
-
-def compute_dropped(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
-    """Ids of −1 are taken for the first local expert."""
-
-    def result() -> Dispatched:
-        sent = transfer.result()
-        return dataclasses.replace(sent, local_ids=sent.local_ids.clamp_min(0))
-
-    return dataclasses.replace(transfer, result=result)
-
-
-def add_twice(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
-    return dataclasses.replace(transfer, result=lambda: transfer.result() * 2)
-
-
-def lose_second(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
-    """The second ubatch gets zeros for what its tokens' experts computed."""
-    return dataclasses.replace(transfer, result=lambda: transfer.result() * (ubatch_idx() != 1))
-
-
-def keep_padding(engine: Engine) -> None:
-    """Combine returns as many rows as the largest rank has."""
-    for transport in transports(engine):
-        finalize = transport.finalize
-
-        def padded(out: Tensor, handle: Handle, finalize: Any = finalize) -> Transfer[Tensor]:
-            if ubatch_idx() is not None:
-                handle = dataclasses.replace(handle, num_rows=handle.num_padded_max)  # type: ignore[type-var]
-            done: Transfer[Tensor] = finalize(out, handle)
-            return done
-
-        transport.finalize = padded  # type: ignore[method-assign]
-
-
-# -- receive hooks --------------------------------------------------------------------------------------------------
-
-
-def receive_apart(engine: Engine) -> None:
-    """All of a transfer happens in its receive. (Not a fault: there are such transports.)"""
-    for transport in transports(engine):
-        for name in ("prepare", "finalize"):
-            real = getattr(transport, name)
-
-            def apart(*args: Any, real: Any = real) -> Transfer[Any]:
-                transfer = real(*args)
-                return dataclasses.replace(transfer, send=lambda: None, receive=transfer.send, num_bytes=lambda: 0)
-
-            setattr(transport, name, apart)
-
-
-def change_hooks(change: Callable[[Engine, UBatchContext, Callable[[UBatchContext], None]], None]) -> Plant:
-    """Over a transport that receives apart, hooks are run by `change(engine, context, the right way)`."""
-
-    def plant(engine: Engine) -> None:
-        receive_apart(engine)
-        real = UBatchContext.run_hooks
-        mocked(UBatchContext, "run_hooks", lambda context: change(engine, context, real))
-
-    return plant
-
-
-def hooks_twice(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    if engine.mesh.rank == 1:
-        for hook in list(context.hooks):
-            hook()
-    run(context)
-
-
-def hooks_never(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    context.hooks.clear()
-
-
-def hooks_of_others(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    """A receive is run by the ubatch it belongs to, when its own next transfer comes: too late."""
-    for peer in context.peers:
-        if peer is not context:
-            run(peer)
-
-
 OVERLAP_FAULTS: dict[str, Plant] = {
     "seq_lens not corrected": reslice(keep_seq_lens),
     "seq_lens corrected in place": reslice(correct_seq_lens_in_place),
@@ -357,27 +223,11 @@ OVERLAP_FAULTS: dict[str, Plant] = {
     "empty ubatches return early": skip_empty_ubatches,
     "one attention plan for all": one_plan_for_all,
     "shared experts of the second ubatch lost": lose_shared_experts,
-    "dispatch received into a shared buffer": change_dispatch(latest_result),
-    "combine received into a shared buffer": change_combine(latest_result),
-    "weights applied twice": change_dispatch(weigh_twice),
-    "dropped slots computed": change_dispatch(compute_dropped),
-    "combine added twice": change_combine(add_twice),
-    "combine of the second ubatch lost": change_combine(lose_second),
-    "padding rows kept": keep_padding,
-    "receive run twice on one rank": change_hooks(hooks_twice),
-    "receive never run": change_hooks(hooks_never),
-    "receive left to the ubatch it belongs to": change_hooks(hooks_of_others),
+    **TRANSFER_FAULTS,
 }
 HARMLESS: dict[str, Plant] = {"readers first": readers_first, "receive apart": receive_apart}
 
 
 def install() -> None:
     """As `faults.install`, with what is here."""
-    faults.install_from(OVERLAP_FAULTS | HARMLESS)
-    build = Engine.__init__
-
-    def build_clean(self: Engine, *args: Any) -> None:
-        _mocks.close()
-        build(self, *args)
-
-    Engine.__init__ = build_clean  # type: ignore[method-assign]
+    faults.install_from(OVERLAP_FAULTS | HARMLESS, before=MOCKS.close)

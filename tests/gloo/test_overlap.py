@@ -18,16 +18,10 @@ from gloo_groups import Groups
 from overlap_answers import Checker
 from overlap_cells import (
     CASES,
-    DIMENSIONS,
-    FAMILIES,
-    GRID,
     PHASES,
     SIZES,
     Case,
-    Cell,
     asks_of,
-    choose,
-    config_id,
     cuts_a_request,
     main_step,
     phase_of,
@@ -35,6 +29,8 @@ from overlap_cells import (
     steps_of,
     tokens_of,
 )
+from overlap_grid import DIMENSIONS, FAMILIES, GRID, choose, config_id
+from pairwise import Cell
 
 COVER = choose()
 MOST_CELLS = 150
@@ -87,7 +83,7 @@ def test_cells_have_the_size_and_the_phase_they_are_named_after(chunk: int, pref
         else:
             assert all(phase_of(parts) == phase for parts in step if parts)
     if chunk:
-        longest = [part.num_tokens for case in CASES for step in steps_of(asks_of(*case, config), chunk)
+        longest = [part.num_tokens for case in CASES for step in steps_of(asks_of(*case, config), config)
                    for parts in step for part in parts]  # fmt: skip
         assert max(longest) == chunk
 

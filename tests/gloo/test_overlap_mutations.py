@@ -15,8 +15,9 @@ import pytest
 from faults import FAULT_FILE
 from gloo_groups import Groups
 from overlap_answers import Checker, WrongAnswer, WrongSteps
-from overlap_cells import Case, Cell
+from overlap_cells import Case
 from overlap_faults import OVERLAP_FAULTS
+from pairwise import Cell
 from patched_ranks import patched_environment
 
 from hocket.dist.launcher import RankGroup

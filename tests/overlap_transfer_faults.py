@@ -1,0 +1,166 @@
+"""Faults of transfers while ubatches alternate, to plant in running ranks. For tests only; see `overlap_faults`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+from faults import Plant, moe_layers
+from torch import Tensor
+
+from hocket.engine import Engine
+from hocket.moe.transport.base import Dispatched
+from hocket.ubatch.context import UBatchContext, current
+from hocket.ubatch.transfer import Transfer
+
+MOCKS = ExitStack()
+"""What is replaced until the next engine is built."""
+
+
+def mocked(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute of a module or class until the next engine is built."""
+    MOCKS.enter_context(mock.patch.object(owner, name, value))
+
+
+def ubatch_idx() -> int | None:
+    """Which ubatch is running; None where the step is not split."""
+    context = current()
+    return context.idx if context is not None and len(context.peers) > 1 else None
+
+
+# -- transports -----------------------------------------------------------------------------------------------------
+
+
+def transports(engine: Engine) -> list[Any]:
+    found: dict[int, Any] = {id(layer.transport): layer.transport for layer in moe_layers(engine)}
+    return list(found.values())
+
+
+def change_dispatch(change: Callable[[Any, Transfer[Dispatched]], Transfer[Dispatched]]) -> Plant:
+    """In ubatches each dispatch becomes `change(state of this transport, the right one)`."""
+    return _change("prepare", change)
+
+
+def change_combine(change: Callable[[Any, Transfer[Tensor]], Transfer[Tensor]]) -> Plant:
+    return _change("finalize", change)
+
+
+def _change(name: str, change: Callable[[dict[str, Any], Any], Any]) -> Plant:
+    def plant(engine: Engine) -> None:
+        for transport in transports(engine):
+            real, state = getattr(transport, name), {"rank": engine.mesh.rank}
+
+            def changed(*args: Any, real: Any = real, state: dict[str, Any] = state) -> Any:
+                return change(state, real(*args)) if ubatch_idx() is not None else real(*args)
+
+            setattr(transport, name, changed)
+
+    return plant
+
+
+def latest_result(state: dict[str, Any], transfer: Transfer[Any]) -> Transfer[Any]:
+    """What was received is kept on the transport, where the other ubatch's next transfer overwrites it."""
+    state["latest"] = transfer
+    return dataclasses.replace(transfer, result=lambda: state["latest"].result())
+
+
+def weigh_twice(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
+    def result() -> Dispatched:
+        sent = transfer.result()
+        return dataclasses.replace(sent, weights=sent.weights * sent.weights)
+
+    return dataclasses.replace(transfer, result=result)
+
+
+def compute_dropped(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
+    """Ids of −1 are taken for the first local expert."""
+
+    def result() -> Dispatched:
+        sent = transfer.result()
+        return dataclasses.replace(sent, local_ids=sent.local_ids.clamp_min(0))
+
+    return dataclasses.replace(transfer, result=result)
+
+
+def add_twice(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
+    return dataclasses.replace(transfer, result=lambda: transfer.result() * 2)
+
+
+def lose_second(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
+    """The second ubatch gets zeros for what its tokens' experts computed."""
+    return dataclasses.replace(transfer, result=lambda: transfer.result() * (ubatch_idx() != 1))
+
+
+def keep_padding(engine: Engine) -> None:
+    """Combine returns as many rows as the largest rank has."""
+    for transport in transports(engine):
+        finalize = transport.finalize
+
+        def padded(out: Tensor, handle: Any, finalize: Any = finalize) -> Any:
+            if ubatch_idx() is not None:
+                handle = dataclasses.replace(handle, num_rows=handle.num_padded_max)
+            return finalize(out, handle)
+
+        transport.finalize = padded
+
+
+# -- receive hooks --------------------------------------------------------------------------------------------------
+
+
+def receive_apart(engine: Engine) -> None:
+    """All of a transfer happens in its receive. (Not a fault: there are such transports.)"""
+    for transport in transports(engine):
+        for name in ("prepare", "finalize"):
+            real = getattr(transport, name)
+
+            def apart(*args: Any, real: Any = real) -> Transfer[Any]:
+                transfer = real(*args)
+                return dataclasses.replace(transfer, send=lambda: None, receive=transfer.send, num_bytes=lambda: 0)
+
+            setattr(transport, name, apart)
+
+
+def change_hooks(change: Callable[[Engine, UBatchContext, Callable[[UBatchContext], None]], None]) -> Plant:
+    """Over a transport that receives apart, hooks are run by `change(engine, context, the right way)`."""
+
+    def plant(engine: Engine) -> None:
+        receive_apart(engine)
+        real = UBatchContext.run_hooks
+        mocked(UBatchContext, "run_hooks", lambda context: change(engine, context, real))
+
+    return plant
+
+
+def hooks_twice(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    if engine.mesh.rank == 1:
+        for hook in list(context.hooks):
+            hook()
+    run(context)
+
+
+def hooks_never(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    context.hooks.clear()
+
+
+def hooks_of_others(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
+    """A receive is run by the ubatch it belongs to, when its own next transfer comes: too late."""
+    for peer in context.peers:
+        if peer is not context:
+            run(peer)
+
+
+TRANSFER_FAULTS: dict[str, Plant] = {
+    "dispatch received into a shared buffer": change_dispatch(latest_result),
+    "combine received into a shared buffer": change_combine(latest_result),
+    "weights applied twice": change_dispatch(weigh_twice),
+    "dropped slots computed": change_dispatch(compute_dropped),
+    "combine added twice": change_combine(add_twice),
+    "combine of the second ubatch lost": change_combine(lose_second),
+    "padding rows kept": keep_padding,
+    "receive run twice on one rank": change_hooks(hooks_twice),
+    "receive never run": change_hooks(hooks_never),
+    "receive left to the ubatch it belongs to": change_hooks(hooks_of_others),
+}
