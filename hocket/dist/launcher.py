@@ -185,15 +185,16 @@ class RankGroup:
             for message in self._channel.receive(_POLL_S):  # its last words may still be on the way
                 if isinstance(message, Failed):
                     self._fail(message)
-            error = self._cause_of_death(rank, code, self._records.read())
+            found = self._records.read()
+            error = self._cause_of_death(rank, code, found)
             self.kill()
-            raise error
+            raise type(error)(f"{error}{_where(found)}")
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
         """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step."""
         how = f"rank {rank} ended unexpectedly ({_how_ended(code)})"
         if code == -signal.SIGABRT and (odd := apart(found)):
-            return StepDesync(f"rank {_listed(odd)} took one transfer for another: {described(found)}; {how}")
+            return StepDesync(f"rank {_listed(odd)} took one transfer for another; {how}")
         return RankLost(how)
 
     def _fail(self, first: Failed) -> None:
@@ -212,7 +213,7 @@ class RankGroup:
         found = self._records.read()
         message = cause.message
         if cause.kind in _ABOUT_RANKS:
-            message += f" ({described(found)})" if found else ""
+            message += _where(found)
             if cause.kind == RankLost.__name__ and (lost := self._find_lost(reports, found)):
                 return type(lost)(f"{lost}; first noticed by rank {cause.rank}: {message}")
             message = f"on rank {cause.rank}: {message}"
@@ -281,6 +282,10 @@ def _how_ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exit code {exit_code}"
     return f"killed by signal {-exit_code}: {signal.strsignal(-exit_code)}"
+
+
+def _where(found: dict[int, Whereabouts]) -> str:
+    return f" ({described(found)})" if found else ""
 
 
 def _listed(ranks: Iterable[int]) -> str:
