@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from hocket.overlap.views import split_inputs
 from hocket.overlap.vote import Reason
 from hocket.request import EngineRequest, Request, SamplingParams
 from hocket.scheduler.batch import Batch, ScheduledRequest
-from hocket.ubatch import context
+from hocket.ubatch import scratch
 from hocket.ubatch.baton import GreenletBaton, ThreadBaton
 from hocket.ubatch.scratch import PerUBatch
 
@@ -185,24 +186,27 @@ def test_r030_r031_r042_the_vote_on_small_batches(
 
 
 @pytest.mark.parametrize("baton_kind", [GreenletBaton, ThreadBaton])
-def test_r006_r093_per_ubatch_values_are_each_ubatchs_own(baton_kind: type[GreenletBaton | ThreadBaton]) -> None:
+def test_r006_r093_per_ubatch_values_are_each_ubatchs_own(
+    monkeypatch: pytest.MonkeyPatch, baton_kind: type[GreenletBaton | ThreadBaton]
+) -> None:
     """Written before a hand-over, read after it, while the others write theirs; the next step finds them again."""
     baton, made = baton_kind(3, 10.0), itertools.count()
+    mine: ContextVar[Any] = ContextVar("mine", default=None)
+    monkeypatch.setattr(scratch, "current", mine.get)
     kept = PerUBatch(lambda: next(made))
     seen: list[list[int]] = [[] for _ in range(3)]
 
     def body(idx: int) -> None:
-        own: Any = SimpleNamespace(idx=idx)
-        context.enter(own)
+        mine.set(SimpleNamespace(idx=idx))
         for _ in range(4):
             kept.value += 100 * (idx + 1)
             baton.hand_over(idx)
             seen[idx].append(kept.value)
-        context.enter(None)
 
     for _ in range(2):
         outcomes = baton.run([functools.partial(body, idx) for idx in range(3)])
-        assert not any(outcome.error for outcome in outcomes)
+        assert [outcome.error for outcome in outcomes] == [None] * 3
     baton.close()
     assert seen == [[idx + 100 * (idx + 1) * turn for turn in range(1, 9)] for idx in range(3)]
+    mine.set(None)
     assert kept.value == seen[0][-1], "without overlap it is the first ubatch's"

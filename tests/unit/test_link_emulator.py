@@ -1,0 +1,77 @@
+"""An emulated link delivers when a real one of its latency and bandwidth would, and says when that was."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from hocket.moe.base import TokenLayout
+from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.link_emulator import LinkEmulator
+from hocket.ubatch.transfer import Transfer
+
+NUM_BYTES = 1_000_000
+LAYOUT = TokenLayout.of(1, 1, 1, torch.device("cpu"))
+
+
+class Inner(Transport):
+    """Takes `seconds` to send NUM_BYTES."""
+
+    name = "inner"
+    requires_padding = True
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        sent = Dispatched(x, topk_ids, topk_weights, Handle())
+        return Transfer(lambda: time.sleep(self.seconds), lambda: sent, lambda: NUM_BYTES)
+
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        return Transfer(lambda: time.sleep(self.seconds), lambda: expert_out, lambda: NUM_BYTES)
+
+
+def run(transfer: Transfer[Tensor]) -> tuple[float, float, float]:
+    """Seconds from the start until the send, the receive, and by its own word the delivery were over."""
+    assert transfer.receive is not None
+    assert transfer.arrived_ns is not None
+    began = time.perf_counter()
+    transfer.send()
+    sent = time.perf_counter()
+    transfer.receive()
+    return sent - began, time.perf_counter() - began, transfer.arrived_ns() / 1e9 - began
+
+
+@pytest.mark.parametrize(("inner_s", "gb_per_s", "latency_us"), [(0.0, 0.05, 5000.0), (0.04, 1.0, 100.0)])
+def test_a_transfer_ends_with_the_slower_of_link_and_inner_transport(
+    inner_s: float, gb_per_s: float, latency_us: float
+) -> None:
+    link_s = latency_us / 1e6 + NUM_BYTES / gb_per_s / 1e9
+    link = LinkEmulator(Inner(inner_s), latency_us, gb_per_s)
+    out = torch.ones(1)
+    transfer = link.finalize(out, Handle())
+    sent, received, delivered = run(transfer)
+    assert received >= max(inner_s, link_s)
+    assert max(inner_s, link_s) * 0.999 <= delivered <= received, "what it took is never understated"
+    assert sent >= inner_s
+    assert transfer.result() is out
+    assert transfer.num_bytes() == NUM_BYTES
+
+
+def test_the_link_carries_one_transfer_at_a_time() -> None:
+    """Two sent at once arrive one after the other; one received late had arrived in time."""
+    link = LinkEmulator(Inner(0.0), 0.0, 0.05)
+    first, second = (link.finalize(torch.ones(1), Handle()) for _ in range(2))
+    began = time.perf_counter()
+    first.send()
+    second.send()
+    assert second.receive is not None
+    assert second.arrived_ns is not None
+    assert first.arrived_ns is not None
+    second.receive()
+    assert time.perf_counter() - began >= 0.04
+    assert first.arrived_ns() / 1e9 >= began + 0.0199
+    assert first.arrived_ns() <= second.arrived_ns() - 19_900_000, "its own delivery, not when somebody asked"
