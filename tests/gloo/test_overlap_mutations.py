@@ -23,7 +23,7 @@ from patched_ranks import patched_environment
 from hocket.dist.launcher import RankGroup
 from hocket.errors import HocketError
 
-STEP_TIMEOUT_S = 4.0
+STEP_TIMEOUT_S = 8.0
 CONFIG: Cell = {
     "checkpoint": "v2",
     "transport": "torch",
