@@ -85,6 +85,7 @@ class EngineConfig:
     seed: int
     attention_backend: str
     moe_backend: str
+    deterministic: bool
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     cache: CacheConfig
