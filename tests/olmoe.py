@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from absent import block
 from torch import Tensor
 
-from hocket.attention.plan import AttentionPlan
-from hocket.attention.sdpa import paged_attention
+from hocket.attention.plan import Plan
 from hocket.config.model import ModelConfig, read_json
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
 from hocket.layers.rotary import Rotation
 from hocket.models import registry
+from hocket.models.backends import Backends
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
 
@@ -27,23 +28,25 @@ from hocket.models.weights import WeightSpec, linear_specs, norm_spec
 class OlmoeAttention(Attention):
     """Queries and keys are normalised over all heads together."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends) -> None:
         super().__init__()
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.q = Linear(config.hidden_size, width, device=device, dtype=dtype)
-        self.k = Linear(config.hidden_size, kv_width, device=device, dtype=dtype)
-        self.v = Linear(config.hidden_size, kv_width, device=device, dtype=dtype)
-        self.o = Linear(width, config.hidden_size, device=device, dtype=dtype)
+        self.attention = backends.attention
+        linear = partial(Linear, device=device, dtype=dtype, kernels=backends.kernels)
+        self.q = linear(config.hidden_size, width)
+        self.k = linear(config.hidden_size, kv_width)
+        self.v = linear(config.hidden_size, kv_width)
+        self.o = linear(width, config.hidden_size)
         self.q_norm = RMSNorm(width, config.rms_norm_eps, device=device, dtype=dtype)
         self.k_norm = RMSNorm(kv_width, config.rms_norm_eps, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
         query = rotation.rotate(self.q_norm(self.q(x)).unflatten(-1, heads))
         key = rotation.rotate(self.k_norm(self.k(x)).unflatten(-1, heads))
         value = self.v(x).unflatten(-1, heads)
-        out: Tensor = self.o(paged_attention(query, key, value, cache, plan, self.head_dim**-0.5))
+        out: Tensor = self.o(self.attention.grouped_query(query, key, value, cache, plan, self.head_dim**-0.5))
         return out
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
@@ -57,7 +60,7 @@ class OlmoeForCausalLM(CausalLM):
     router_dtype = None
 
     def build_attention(self, device: torch.device) -> Attention:
-        return OlmoeAttention(self.config, device, self.dtype)
+        return OlmoeAttention(self.config, device, self.dtype, self.backends)
 
 
 def read_config(path: str | Path) -> ModelConfig:

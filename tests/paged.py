@@ -15,6 +15,7 @@ from hocket.attention.base import AttentionMetadata
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.model import ModelConfig
 from hocket.dist.mesh import Mesh
+from hocket.models.backends import DEFAULT, Backends
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import load_weights
 from hocket.models.registry import build_model
@@ -32,11 +33,15 @@ def one_rank_factory(config: ModelConfig, experts_backend: str = "reference", de
 
 
 def load(
-    path: Path, dtype: torch.dtype = torch.float32, experts_backend: str = "reference", device: torch.device = CPU
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    experts_backend: str = "reference",
+    device: torch.device = CPU,
+    backends: Backends = DEFAULT,
 ) -> CausalLM:
     """The checkpoint in `path` on one rank."""
     config = ModelConfig.from_pretrained(path)
-    model = build_model(config, one_rank_factory(config, experts_backend, device), device, dtype)
+    model = build_model(config, one_rank_factory(config, experts_backend, device), device, dtype, backends)
     load_weights(model, path)
     return model
 

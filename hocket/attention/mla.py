@@ -29,8 +29,7 @@ def paged_mla(query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: 
     """
     spans.begin(Stage.ATTENTION)
     if plan.write_slots is not None:
-        rows = plan.write_rows
-        write_latent(cache, latent if rows is None else latent[rows], plan.write_slots)
+        write_latent(cache, plan.written(latent), plan.write_slots)
     if len(plan.decodes) == 1 and plan.decodes[0].num_rows == plan.num_rows:
         return _decode(query, kv_b, cache, plan.decodes[0], scale)  # all rows are decodes, in order
     rotated = latent.shape[1] - kv_b.shape[2]
@@ -43,18 +42,23 @@ def paged_mla(query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: 
     return out
 
 
+def absorbed(kv_b: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """kv_b [H, N + V, L], N = `plain` → matrices per head into the latent space [H, N, L] and out of it [H, L, V]."""
+    return kv_b[:, :plain], kv_b[:, plain:].transpose(1, 2)
+
+
 def _decode(query: Tensor, kv_b: Tensor, cache: Tensor, plan: DecodePlan, scale: float) -> Tensor:
     """Absorbed: query [R, H, N + P] → [R, H · V]."""
     num_rows = query.shape[0]
     latent_width = kv_b.shape[2]
     plain = query.shape[2] - (cache.shape[2] - latent_width)
-    w_uk, w_uv = kv_b[:, :plain], kv_b[:, plain:]
-    in_latent = torch.bmm(query[..., :plain].transpose(0, 1), w_uk).transpose(0, 1)
+    into, out_of = absorbed(kv_b, plain)
+    in_latent = torch.bmm(query[..., :plain].transpose(0, 1), into).transpose(0, 1)
     q = torch.cat((in_latent, query[..., plain:]), dim=-1)[:, None]
     context = gather_rows(cache.flatten(0, 1), plan.slots).view(num_rows, 1, -1, cache.shape[2])
     # Values are the latents. The rotated part rides along and is dropped: equal widths take the fused kernel.
     out = F.scaled_dot_product_attention(q, context, context, attn_mask=plan.mask, scale=scale)
-    values = torch.bmm(out[:, 0, :, :latent_width].transpose(0, 1), w_uv.transpose(1, 2))
+    values = torch.bmm(out[:, 0, :, :latent_width].transpose(0, 1), out_of)
     return values.transpose(0, 1).flatten(1)
 
 

@@ -57,12 +57,23 @@ class PrefillTile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionPlan:
-    """One step's (or ubatch's) plan. write_rows None: every row is written, at `write_slots` (None: none is)."""
+class Plan:
+    """What all plans say of one step (or ubatch). write_rows None: every row is written, at `write_slots` (None: none
+    is)."""
 
     num_rows: int
     write_rows: Rows | None
     write_slots: Tensor | None
+
+    def written(self, x: Tensor) -> Tensor:
+        """Those rows of x [T, …] that go to the cache."""
+        return x if self.write_rows is None else x[self.write_rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(Plan):
+    """Decodes gathered and padded, prefills request by request."""
+
     decodes: tuple[DecodePlan, ...]
     prefills: tuple[PrefillTile, ...]
 
@@ -82,7 +93,7 @@ def plan_attention(
             decodes.append(request)
         elif stop > start:
             prefills += _tiles(meta, request, start, stop, block_size)
-    write_rows, write_slots = _writes(meta, num_rows)
+    write_rows, write_slots = writes(meta, num_rows)
     return AttentionPlan(
         num_rows=num_rows,
         write_rows=write_rows,
@@ -95,7 +106,8 @@ def plan_attention(
     )
 
 
-def _writes(meta: AttentionMetadata, num_rows: int) -> tuple[Rows | None, Tensor | None]:
+def writes(meta: AttentionMetadata, num_rows: int) -> tuple[Rows | None, Tensor | None]:
+    """`write_rows` and `write_slots` of a plan."""
     if meta.num_tokens == 0:
         return None, None
     slots = meta.slot_mapping[: meta.num_tokens]
@@ -142,24 +154,30 @@ def _groups(seq_lens: Sequence[int], requests: list[int], max_slots: int) -> lis
 
 
 def _decodes(meta: AttentionMetadata, requests: list[int], block_size: int, dtype: torch.dtype) -> DecodePlan:
-    device = meta.block_table.device
-    table, seq_lens = meta.block_table, meta.seq_lens
-    if len(requests) != len(meta.seq_lens_cpu):
-        picked = torch.tensor(requests, dtype=torch.int64, device=device)
-        table, seq_lens = table.index_select(0, picked), seq_lens.index_select(0, picked)
     longest = max(meta.seq_lens_cpu[request] for request in requests)
-    positions = torch.arange(longest, dtype=torch.int64, device=device)
-    hidden = positions >= seq_lens[:, None]
-    positions = positions.expand(len(requests), -1).masked_fill(hidden, 0)
-    blocks = table.to(torch.int64).gather(1, positions.div(block_size, rounding_mode="floor"))
-    slots = blocks * block_size + positions.remainder(block_size)
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    slots, hidden = context_slots(meta, requests, longest, block_size)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
     return DecodePlan(
-        rows=_as_rows([meta.query_start_loc_cpu[request] for request in requests], device),
+        rows=_as_rows([meta.query_start_loc_cpu[request] for request in requests], hidden.device),
         num_rows=len(requests),
         slots=slots.flatten(),
         mask=mask[:, None, None, :],
     )
+
+
+def context_slots(meta: AttentionMetadata, requests: list[int], length: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Slots int64 [R, length] of the first `length` positions of each of `requests`, and which lie past its end:
+    bool [R, length]; those point at its first slot."""
+    device = meta.block_table.device
+    table, seq_lens = meta.block_table, meta.seq_lens
+    if requests != list(range(len(meta.seq_lens_cpu))):
+        picked = torch.tensor(requests, dtype=torch.int64, device=device)
+        table, seq_lens = table.index_select(0, picked), seq_lens.index_select(0, picked)
+    positions = torch.arange(length, dtype=torch.int64, device=device)
+    hidden = positions >= seq_lens[:, None]
+    positions = positions.expand(len(requests), -1).masked_fill(hidden, 0)
+    blocks = table.to(torch.int64).gather(1, positions.div(block_size, rounding_mode="floor"))
+    return blocks * block_size + positions.remainder(block_size), hidden
 
 
 def _as_rows(rows: list[int], device: torch.device) -> Rows:

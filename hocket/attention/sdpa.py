@@ -23,11 +23,7 @@ def paged_attention(
     """
     spans.begin(Stage.ATTENTION)
     if plan.write_slots is not None:
-        rows = plan.write_rows
-        if rows is None:
-            write_kv(cache, key, value, plan.write_slots)
-        else:
-            write_kv(cache, key[rows], value[rows], plan.write_slots)
+        write_kv(cache, plan.written(key), plan.written(value), plan.write_slots)
     if len(plan.decodes) == 1 and plan.decodes[0].num_rows == plan.num_rows:
         return _decode(query, cache, plan.decodes[0], scale)  # all rows are decodes, in order
     out = query.new_zeros(plan.num_rows, query.shape[1] * query.shape[2])

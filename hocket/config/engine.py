@@ -87,6 +87,7 @@ class EngineConfig:
     seed: int
     attention_backend: str
     moe_backend: str
+    deterministic: bool
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     cache: CacheConfig

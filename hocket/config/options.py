@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from hocket.config.backends import ATTENTION, EXPERTS
 from hocket.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -209,9 +210,12 @@ class Options:
     )
 
     device: str = _option("auto", help="where to run", group="Backends", choices=("auto", "cpu"))
-    attention_backend: str = _option("auto", help="attention kernels", group="Backends", choices=("auto", "sdpa"))
-    moe_backend: str = _option(
-        "auto", help="expert kernels", group="Backends", choices=("auto", "reference", "grouped_mm")
+    attention_backend: str = _option("auto", help="attention kernels", group="Backends", choices=("auto", *ATTENTION))
+    moe_backend: str = _option("auto", help="expert kernels", group="Backends", choices=("auto", *EXPERTS))
+    deterministic: bool = _option(
+        False,
+        help="bit-equal tokens and log-probabilities whatever shares the batch and however it is cut; slower",
+        group="Backends",
     )
     enforce_eager: bool = _option(False, help="never capture CUDA graphs (on a CPU there are none)", group="Backends")
     startup_timeout: float = _option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hocket.config.backends import ATTENTION, EXPERTS, TRANSPORTS, check_invariant
 from hocket.config.engine import (
     CacheConfig,
     EmulatedLink,
@@ -39,6 +40,8 @@ def resolve(options: Options) -> EngineConfig:
     model = ModelConfig.from_pretrained(folder)
     _refuse_unsupported(options)
     device = "cpu" if options.device == "auto" else options.device
+    parallel = _parallel(options, model.moe.top_k)
+    attention, experts = _backends(options, parallel.all2all_backend)
     return EngineConfig(
         model_path=str(folder),
         model=model,
@@ -46,9 +49,10 @@ def resolve(options: Options) -> EngineConfig:
         device=device,
         load_format=options.load_format,
         seed=options.seed,
-        attention_backend="sdpa",
-        moe_backend=options.moe_backend,
-        parallel=_parallel(options, model.moe.top_k),
+        attention_backend=attention,
+        moe_backend=experts,
+        deterministic=options.deterministic,
+        parallel=parallel,
         scheduler=_scheduler(options, model),
         cache=CacheConfig(
             block_size=options.block_size,
@@ -73,6 +77,18 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
     if options.dtype != "auto":
         return options.dtype
     return "float32" if device == "cpu" else model.dtype
+
+
+def _backends(options: Options, transport: str) -> tuple[str, str]:
+    """Names of the attention and experts backends; the latter stays "auto" where only a rank can choose."""
+    attention, experts = options.attention_backend, options.moe_backend
+    if not options.deterministic:
+        return ("sdpa" if attention == "auto" else attention), experts
+    check_invariant("all2all backend", transport, TRANSPORTS)
+    return (
+        check_invariant("attention backend", "tiled" if attention == "auto" else attention, ATTENTION),
+        check_invariant("experts backend", "tiled" if experts == "auto" else experts, EXPERTS),
+    )
 
 
 def _parallel(options: Options, top_k: int) -> ParallelConfig:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hocket.config.model import RopeConfig
 
 FIRST_TABLE_ROWS = 4096
+PIECE_ROWS = 128
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -74,10 +75,13 @@ class Rotation:
     turn: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    exact: bool = False
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [T, heads, P] → rotated (fp32 inside), in the same dtype and order of components."""
         wide = x.to(torch.float32)
+        if self.exact:
+            return self._rotate_exactly(wide).to(x.dtype)
         if self.turn is not None:
             pairs = torch.view_as_complex(wide.reshape(*wide.shape[:-1], wide.shape[-1] // 2, 2).contiguous())
             return torch.view_as_real(pairs * self.turn).flatten(-2).to(x.dtype)
@@ -85,12 +89,26 @@ class Rotation:
         assert self.sin is not None
         return torch.addcmul(wide * self.cos, wide.roll(wide.shape[-1] // 2, -1), self.sin).to(x.dtype)
 
+    def _rotate_exactly(self, wide: Tensor) -> Tensor:
+        """One rounded operation at a time: a fused one rounds differently at the end of a tensor on some CPUs."""
+        if self.turn is None:
+            assert self.cos is not None
+            assert self.sin is not None
+            return wide * self.cos + wide.roll(wide.shape[-1] // 2, -1) * self.sin
+        first, second = wide[..., 0::2], wide[..., 1::2]
+        cos, sin = self.turn.real, self.turn.imag
+        return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
+
 
 class RotaryEmbedding(nn.Module):
-    """Tables of angles, grown on demand, looked up once a step for all layers."""
+    """Tables of angles, grown on demand, looked up once a step for all layers.
 
-    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+    exact: rotate such that a row's last bits do not depend on how many rows there are; a little slower.
+    """
+
+    def __init__(self, config: RopeConfig, device: torch.device, *, exact: bool = False) -> None:
         super().__init__()
+        self._exact = exact
         self.interleaved = config.interleaved
         self._factor = attention_factor(config)
         self._inv_freq = inverse_frequencies(config).to(device)
@@ -102,8 +120,15 @@ class RotaryEmbedding(nn.Module):
             self._table = self._build(num_positions)
 
     def _build(self, num_positions: int) -> Tensor:
-        """fp32 [positions, P], cos of the P / 2 angles and then sin."""
-        positions = torch.arange(num_positions, dtype=torch.float32, device=self._inv_freq.device)
+        """fp32 [at least `num_positions`, P], cos of the P / 2 angles and then sin.
+
+        In pieces of one size, so that an entry's last bits do not depend on how long the table is.
+        """
+        pieces = [self._piece(first) for first in range(0, max(num_positions, 1), PIECE_ROWS)]
+        return torch.cat(pieces)
+
+    def _piece(self, first: int) -> Tensor:
+        positions = torch.arange(first, first + PIECE_ROWS, dtype=torch.float32, device=self._inv_freq.device)
         angles = positions[:, None] * self._inv_freq
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self._factor
 
@@ -113,5 +138,5 @@ class RotaryEmbedding(nn.Module):
             self.reserve(max(FIRST_TABLE_ROWS, 1 << max_position.bit_length()))
         cos, sin = self._table.index_select(0, positions)[:, None].chunk(2, dim=-1)
         if self.interleaved:
-            return Rotation(turn=torch.complex(cos, sin))
-        return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1))
+            return Rotation(turn=torch.complex(cos, sin), exact=self._exact)
+        return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1), exact=self._exact)

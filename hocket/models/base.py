@@ -9,19 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.attention.base import AttentionMetadata, Sliceable, sliced
-from hocket.attention.plan import AttentionPlan, plan_attention
+from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.config.model import ModelConfig
 from hocket.layers.linear import frozen
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
 from hocket.layers.rotary import RotaryEmbedding, Rotation
+from hocket.models.backends import DEFAULT, Backends, Product
 from hocket.models.weights import WeightSpec, mlp_specs, moe_specs, norm_spec, tensor_spec
 from hocket.moe.base import TokenLayout
 from hocket.moe.factory import MoEFactory
@@ -44,12 +46,16 @@ class Attention(nn.Module, ABC):
     """A model's attention block, projections included."""
 
     @abstractmethod
-    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] (normalised) → [T, D]; writes this step's rows into `cache`, the layer's KV cache."""
 
     @abstractmethod
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         """The block's tensors under `prefix`."""
+
+    def products(self) -> Iterator[Product]:
+        """Matrix products of the block that are not of its Linear layers."""
+        return iter(())
 
 
 class DecoderLayer(nn.Module):
@@ -69,9 +75,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
         self.mlp = mlp
 
-    def forward(
-        self, hidden: Tensor, rotation: Rotation, plan: AttentionPlan, layout: TokenLayout, cache: Tensor
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, plan: Plan, layout: TokenLayout, cache: Tensor) -> Tensor:
         """hidden [T, D] → [T, D]."""
         spans.begin(Stage.QKV)
         hidden = hidden + self.attention(self.input_norm(hidden), rotation, plan, cache)
@@ -86,14 +90,22 @@ class CausalLM(nn.Module, ABC):
     router_dtype: torch.dtype | None = torch.float32
     """Dtype of router weights and logits; None: the model's."""
 
-    def __init__(self, config: ModelConfig, moe: MoEFactory, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEFactory,
+        device: torch.device,
+        dtype: torch.dtype,
+        backends: Backends = DEFAULT,
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.backends = backends
         self._placement, self._ep_rank = moe.placement, moe.rank
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed_tokens = frozen(torch.empty(vocabulary, device=device, dtype=dtype))
-        self.rotary = RotaryEmbedding(config.rope, device)
+        self.rotary = RotaryEmbedding(config.rope, device, exact=backends.kernels.batch_invariant)
         self.layers = nn.ModuleList(
             DecoderLayer(config, self.build_attention(device), self._build_mlp(i, moe, device), device, dtype)
             for i in range(config.num_layers)
@@ -110,13 +122,13 @@ class CausalLM(nn.Module, ABC):
         """One layer's attention block."""
 
     def _build_mlp(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> GatedMLP | MoELayer:
-        config, sparse = self.config, self.config.moe
+        config, sparse, kernels = self.config, self.config.moe, self.backends.kernels
+        mlp = partial(GatedMLP, config.hidden_size, device=device, dtype=self.dtype, kernels=kernels)
         if not sparse.layers[layer_idx]:
-            return GatedMLP(config.hidden_size, config.intermediate_size, device=device, dtype=self.dtype)
+            return mlp(config.intermediate_size)
         shared = None
         if sparse.num_shared_experts:
-            width = sparse.intermediate_size * sparse.num_shared_experts
-            shared = GatedMLP(config.hidden_size, width, device=device, dtype=self.dtype)
+            shared = mlp(sparse.intermediate_size * sparse.num_shared_experts)
         return moe.build(
             sparse,
             config.hidden_size,
@@ -125,6 +137,7 @@ class CausalLM(nn.Module, ABC):
             device,
             self.dtype,
             router_dtype=self.router_dtype or self.dtype,
+            kernels=kernels,
         )
 
     def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
@@ -135,7 +148,9 @@ class CausalLM(nn.Module, ABC):
         hidden = F.embedding(inputs.token_ids, self.embed_tokens)
         rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
         first = kv_cache[0]
-        plan = plan_attention(inputs.attention, hidden.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first))
+        plan = self.backends.attention.plan(
+            inputs.attention, hidden.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
+        )
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             hidden = layer(hidden, rotation, plan, inputs.layout, cache)
         out: Tensor = self.norm(hidden)
@@ -143,7 +158,7 @@ class CausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → fp32 [N, V]."""
-        return F.linear(hidden, self.lm_head).float()
+        return self.backends.kernels.linear(hidden, self.lm_head).float()
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of a published checkpoint of this model, this rank's and the others'."""

@@ -6,17 +6,19 @@ Legend: T tokens, D hidden, H heads, N unrotated and P rotated width of a head, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hocket.attention.mla import paged_mla
-from hocket.attention.plan import AttentionPlan
+from hocket.attention.mla import absorbed
+from hocket.attention.plan import Plan
 from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
 from hocket.layers.rotary import Rotation, softmax_mscale
+from hocket.models.backends import Backends, Product
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
 
@@ -26,7 +28,7 @@ LATENT_NORM_EPS = 1e-6  # whatever config.rms_norm_eps says
 class LatentAttention(Attention):
     """Queries (by way of a low rank, if q_lora_rank is given) and one latent per token, from one merged projection."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends) -> None:
         super().__init__()
         mla = config.mla
         assert mla is not None
@@ -36,24 +38,22 @@ class LatentAttention(Attention):
         self.num_heads = config.num_heads
         self.has_bias = config.attention_bias
         self.scale = mla.qk_head_dim**-0.5 * softmax_mscale(config.rope)
+        self.backends = backends
+        linear = partial(Linear, device=device, dtype=dtype, kernels=backends.kernels)
         query_width = config.num_heads * mla.qk_head_dim
         self.q_a_width = mla.q_lora_rank or query_width
-        self.qkv_a = Linear(
-            config.hidden_size, self.q_a_width + mla.latent_dim, bias=self.has_bias, device=device, dtype=dtype
-        )
+        self.qkv_a = linear(config.hidden_size, self.q_a_width + mla.latent_dim, bias=self.has_bias)
         self.q_a_norm: RMSNorm | None = None
         self.q_b: Linear | None = None
         if mla.q_lora_rank is not None:
             self.q_a_norm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS, device=device, dtype=dtype)
-            self.q_b = Linear(mla.q_lora_rank, query_width, device=device, dtype=dtype)
+            self.q_b = linear(mla.q_lora_rank, query_width)
         self.kv_a_norm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, device=device, dtype=dtype)
         expanded = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        self.kv_b = Linear(mla.kv_lora_rank, expanded, device=device, dtype=dtype)
-        self.o = Linear(
-            config.num_heads * mla.v_head_dim, config.hidden_size, bias=self.has_bias, device=device, dtype=dtype
-        )
+        self.kv_b = linear(mla.kv_lora_rank, expanded)
+        self.o = linear(config.num_heads * mla.v_head_dim, config.hidden_size, bias=self.has_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
         mla = self.mla
         q, compressed, k_rot = self.qkv_a(x).split((self.q_a_width, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
@@ -63,9 +63,24 @@ class LatentAttention(Attention):
         q_plain, q_rot = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
         query = torch.cat((q_plain, rotation.rotate(q_rot)), dim=-1)
         latent = torch.cat((self.kv_a_norm(compressed), rotation.rotate(k_rot[:, None])[:, 0]), dim=-1)
-        kv_b = self.kv_b.weight.view(self.num_heads, -1, mla.kv_lora_rank)
-        out: Tensor = self.o(paged_mla(query, latent, kv_b, cache, plan, self.scale))
+        out: Tensor = self.o(self.backends.attention.latent(query, latent, self._kv_b, cache, plan, self.scale))
         return out
+
+    @property
+    def _kv_b(self) -> Tensor:
+        """The latent's expansion per head: [H, N + V, L]."""
+        return self.kv_b.weight.view(self.num_heads, -1, self.mla.kv_lora_rank)
+
+    def products(self) -> Iterator[Product]:
+        """Into the latent space and out of it."""
+        for name, weight in zip(("into", "out of"), absorbed(self._kv_b, self.mla.qk_nope_head_dim), strict=True):
+            yield Product(
+                name=f"{name} the latent",
+                run=partial(self.backends.kernels.per_head, weight=weight),
+                shape=tuple(weight.shape[:2]),
+                dtype=weight.dtype,
+                key=("per_head", tuple(weight.shape), weight.dtype, weight.stride()),
+            )
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
         """As published: q_proj, or q_a_proj + q_a_layernorm + q_b_proj; only the latter's first part has a bias."""
@@ -85,4 +100,4 @@ class DeepseekForCausalLM(CausalLM):
     """DeepSeek-V2 and V3."""
 
     def build_attention(self, device: torch.device) -> Attention:
-        return LatentAttention(self.config, device, self.dtype)
+        return LatentAttention(self.config, device, self.dtype, self.backends)

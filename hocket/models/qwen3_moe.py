@@ -6,17 +6,18 @@ Legend: T tokens, D hidden, H query heads, G key/value heads, C head width.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hocket.attention.plan import AttentionPlan
-from hocket.attention.sdpa import paged_attention
+from hocket.attention.plan import Plan
 from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
 from hocket.layers.rotary import Rotation
+from hocket.models.backends import Backends
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
 
@@ -24,28 +25,28 @@ from hocket.models.weights import WeightSpec, linear_specs, norm_spec
 class NormedHeadsAttention(Attention):
     """Queries, keys and values from one merged projection; queries and keys are normalised per head, then rotated."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, backends: Backends) -> None:
         super().__init__()
         if config.rope.dim != config.head_dim:
             raise ConfigError("rotary dim", config.rope.dim, f"head_dim ({config.head_dim})")
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.has_bias = config.attention_bias
         self.scale = config.head_dim**-0.5
+        self.attention = backends.attention
+        linear = partial(Linear, bias=self.has_bias, device=device, dtype=dtype, kernels=backends.kernels)
         heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = Linear(config.hidden_size, heads * config.head_dim, bias=self.has_bias, device=device, dtype=dtype)
+        self.qkv = linear(config.hidden_size, heads * config.head_dim)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
-        self.o = Linear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=self.has_bias, device=device, dtype=dtype
-        )
+        self.o = linear(config.num_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         query = rotation.rotate(self.q_norm(query))
         key = rotation.rotate(self.k_norm(key))
-        out: Tensor = self.o(paged_attention(query, key, value, cache, plan, self.scale))
+        out: Tensor = self.o(self.attention.grouped_query(query, key, value, cache, plan, self.scale))
         return out
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:
@@ -65,4 +66,4 @@ class Qwen3MoeForCausalLM(CausalLM):
     router_dtype = None
 
     def build_attention(self, device: torch.device) -> Attention:
-        return NormedHeadsAttention(self.config, device, self.dtype)
+        return NormedHeadsAttention(self.config, device, self.dtype, self.backends)

@@ -6,6 +6,7 @@ import torch
 
 from hocket.config.model import MODEL_TYPES, ModelConfig
 from hocket.errors import ConfigError
+from hocket.models.backends import DEFAULT, Backends
 from hocket.models.base import CausalLM
 from hocket.moe.factory import MoEFactory
 
@@ -23,6 +24,8 @@ def model_class(model_type: str) -> type[CausalLM]:
     raise ConfigError("model_type", model_type, ", ".join(MODEL_TYPES))
 
 
-def build_model(config: ModelConfig, moe: MoEFactory, device: torch.device, dtype: torch.dtype) -> CausalLM:
+def build_model(
+    config: ModelConfig, moe: MoEFactory, device: torch.device, dtype: torch.dtype, backends: Backends = DEFAULT
+) -> CausalLM:
     """The model on `device` in `dtype`, with the experts of the factory's rank; weights are unset until loaded."""
-    return model_class(config.model_type)(config, moe, device, dtype)
+    return model_class(config.model_type)(config, moe, device, dtype, backends)

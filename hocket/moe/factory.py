@@ -8,6 +8,7 @@ from torch import nn
 from hocket.config.moe import MoEConfig
 from hocket.dist.mesh import Mesh
 from hocket.errors import ConfigError
+from hocket.layers.kernels import PLAIN, Kernels
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.registry import suitable_class
 from hocket.moe.layer import MoELayer
@@ -44,6 +45,7 @@ class MoEFactory:
         device: torch.device,
         dtype: torch.dtype,
         router_dtype: torch.dtype = torch.float32,
+        kernels: Kernels = PLAIN,
     ) -> MoELayer:
         """One sparse layer with this rank's experts, weights not yet set.
 
@@ -59,7 +61,7 @@ class MoEFactory:
             device=device,
             dtype=dtype,
         )
-        router = Router(config, hidden_size, device=device, dtype=router_dtype)
+        router = Router(config, hidden_size, device=device, dtype=router_dtype, kernels=kernels)
         return MoELayer(router, experts, self.transport, shared_experts)
 
     @property

@@ -6,11 +6,11 @@ Shapes: T tokens, D hidden, E experts, K top-k, G groups.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.config.moe import MoEConfig
 from hocket.errors import ConfigError
+from hocket.layers.kernels import PLAIN, Kernels
 
 SCORINGS = ("softmax", "sigmoid")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -32,10 +32,12 @@ class Router(nn.Module):
         *,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
         _check(config)
         self.config = config
+        self.kernels = kernels
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, hidden_size, device=device, dtype=dtype), requires_grad=False
         )
@@ -46,8 +48,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] → (weights fp32 [T, K], expert ids int64 [T, K]), best expert first. Finite for finite x."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
-        scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else logits.sigmoid()
+        logits = self.kernels.linear(x.to(self.weight.dtype), self.weight).float()
+        scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else self.kernels.sigmoid(logits)
         choice = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
         topk_ids = self._best_groups(choice).topk(self.config.top_k, dim=-1).indices
         topk_weights = scores.gather(-1, topk_ids)

@@ -14,6 +14,7 @@ import torch
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.config.engine import EngineConfig
 from hocket.dist.mesh import Mesh
+from hocket.models.backends import backends_for, check_batch_invariance
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
@@ -59,9 +60,12 @@ class Runner:
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
-        self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype)
+        backends = backends_for(config.attention_backend, config.deterministic)
+        self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = factory.experts_backends
         self.load_report = self._load(placement, on_progress)
+        if config.deterministic:
+            check_batch_invariance(self.model, backends.kernels)
         block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
         self.num_blocks = num_cache_blocks(config, block_bytes, available_bytes(mesh.device), len(mesh.node_ranks))
         self.cache_bytes = self.num_blocks * block_bytes

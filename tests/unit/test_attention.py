@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hocket.attention.base import AttentionMetadata
-from hocket.attention.mla import paged_mla
 from hocket.attention.plan import MAX_GATHERED_BYTES, plan_attention
+from hocket.attention.registry import attention_backend
 from hocket.attention.sdpa import paged_attention
+from hocket.config.backends import ATTENTION
 
 NAN = float("nan")
 SCALE = 0.3
@@ -91,12 +92,14 @@ def with_padding(rows: Tensor, count: int) -> Tensor:
     return torch.cat((rows, torch.full((count, *rows.shape[1:]), NAN)))
 
 
+backends = pytest.mark.parametrize("backend", ATTENTION)
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
+@backends
 @relaxed
 @given(step=steps(), heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]))
-def test_grouped_query_attention(step: Step, heads: tuple[int, int]) -> None:
+def test_grouped_query_attention(backend: str, step: Step, heads: tuple[int, int]) -> None:
     num_heads, num_kv_heads = heads
     generator = torch.Generator().manual_seed(1)
     meta = step.metadata(generator)
@@ -109,9 +112,10 @@ def test_grouped_query_attention(step: Step, heads: tuple[int, int]) -> None:
     new = torch.cat([c[:, past:] for c, past in zip(contexts, step.past, strict=True)], dim=1)
 
     pad = step.num_padding
-    plan = plan_attention(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
+    attention = attention_backend(backend)
+    plan = attention.plan(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
     key, value = with_padding(new[0], pad), with_padding(new[1], pad)
-    out = paged_attention(with_padding(query, pad), key, value, cache, plan, SCALE)
+    out = attention.grouped_query(with_padding(query, pad), key, value, cache, plan, SCALE)
 
     assert out.shape == (meta.num_tokens + pad, num_heads * 8)
     assert (out[meta.num_tokens :] == 0).all()
@@ -128,9 +132,10 @@ def test_grouped_query_attention(step: Step, heads: tuple[int, int]) -> None:
     assert int(flat.isfinite().all(dim=-1)[0, :, 0].sum()) == sum(meta.seq_lens_cpu), "a foreign slot was written"
 
 
+@backends
 @relaxed
 @given(step=steps(), widths=st.sampled_from([(8, 4, 6, 16), (6, 2, 8, 12), (4, 4, 10, 8)]))
-def test_latent_attention(step: Step, widths: tuple[int, int, int, int]) -> None:
+def test_latent_attention(backend: str, step: Step, widths: tuple[int, int, int, int]) -> None:
     plain, rotated, value_width, latent_width = widths
     num_heads = 3
     generator = torch.Generator().manual_seed(2)
@@ -145,8 +150,9 @@ def test_latent_attention(step: Step, widths: tuple[int, int, int, int]) -> None
     new = torch.cat([c[past:] for c, past in zip(contexts, step.past, strict=True)])
 
     pad = step.num_padding
-    plan = plan_attention(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
-    out = paged_mla(with_padding(query, pad), with_padding(new, pad), kv_b, cache, plan, SCALE)
+    attention = attention_backend(backend)
+    plan = attention.plan(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
+    out = attention.latent(with_padding(query, pad), with_padding(new, pad), kv_b, cache, plan, SCALE)
 
     assert out.shape == (meta.num_tokens + pad, num_heads * value_width)
     assert (out[meta.num_tokens :] == 0).all()
@@ -178,7 +184,8 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=0)
 
 
-def test_no_tokens_at_all() -> None:
+@backends
+def test_no_tokens_at_all(backend: str) -> None:
     meta = AttentionMetadata(
         query_start_loc=torch.zeros(1, dtype=torch.int32),
         seq_lens=torch.zeros(0, dtype=torch.int32),
@@ -190,7 +197,8 @@ def test_no_tokens_at_all() -> None:
         max_seq_len=0,
         num_tokens=0,
     )
-    plan = plan_attention(meta, 3, 4, torch.float32)
+    attention = attention_backend(backend)
+    plan = attention.plan(meta, 3, 4, torch.float32, slot_bytes=128)
     query, key = torch.full((3, 4, 8), NAN), torch.full((3, 2, 8), NAN)
-    out = paged_attention(query, key, key, torch.full((2, 2, 4, 2, 8), NAN), plan, SCALE)
+    out = attention.grouped_query(query, key, key, torch.full((2, 2, 4, 2, 8), NAN), plan, SCALE)
     assert torch.equal(out, torch.zeros(3, 32))

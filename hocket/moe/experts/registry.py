@@ -6,10 +6,9 @@ import logging
 
 import torch
 
+from hocket.config.backends import EXPERTS
 from hocket.errors import BackendUnavailable
 from hocket.moe.experts.base import Experts
-
-EXPERTS = ("reference", "grouped_mm")
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,10 @@ def experts_class(name: str) -> type[Experts]:
             why = f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
             raise BackendUnavailable("experts backend", name, why, ("reference",))
         return GroupedMMExperts
+    if name == "tiled":
+        from hocket.moe.experts.tiled import TiledExperts
+
+        return TiledExperts
     raise BackendUnavailable("experts backend", name, "there is no such backend", EXPERTS)
 
 

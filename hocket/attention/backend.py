@@ -1,0 +1,47 @@
+"""What an attention backend is: plans a step once, then attends in every layer. Knows no projections and no rotary.
+
+Legend: T rows, H query heads, G key/value heads, C head width, N unrotated and P rotated width of a head, V value
+width, L latent width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hocket.attention.base import AttentionMetadata
+from hocket.attention.plan import Plan
+
+P = TypeVar("P", bound=Plan)
+
+
+class AttentionBackend(ABC, Generic[P]):
+    """Both kinds of attention over a paged cache."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def plan(self, meta: AttentionMetadata, num_rows: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
+        """The plan for `num_rows` rows (padding included) over a cache of `block_size` tokens a block.
+
+        dtype: of the queries. slot_bytes: what a layer's cache holds of one token.
+        """
+
+    @abstractmethod
+    def grouped_query(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:
+        """Store this step's keys and values, then attend.
+
+        query [T, H, C]; key, value [T, G, C]; cache [2, blocks, block_size, G, C]. Returns [T, H · C], padding rows
+        zero.
+        """
+
+    @abstractmethod
+    def latent(self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:
+        """Store this step's latents, then attend.
+
+        query [T, H, N + P], its last P rotated; latent [T, L + P]; kv_b [H, N + V, L], the expansion of the latent;
+        cache [blocks, block_size, L + P]. Returns [T, H · V], padding rows zero.
+        """

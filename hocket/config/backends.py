@@ -1,0 +1,23 @@
+"""The backends there are, and which of them are batch-invariant. Knows nothing of how they work.
+
+Batch-invariant: a row's result depends, to the last bit, on that row and its request alone, not on what else is in the
+batch, where the batch is cut or how a prompt was chunked. True says so for every dtype and device that is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hocket.errors import BackendUnavailable
+
+ATTENTION = {"sdpa": False, "tiled": True}
+EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True}
+TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
+
+
+def check_invariant(kind: str, name: str, backends: Mapping[str, bool]) -> str:
+    """`name`, if it is batch-invariant. Raises BackendUnavailable otherwise, with those that are."""
+    if not backends[name]:
+        why = "with deterministic it must be batch-invariant, and its results depend on the rest of the batch"
+        raise BackendUnavailable(kind, name, why, [other for other, is_invariant in backends.items() if is_invariant])
+    return name

@@ -1,0 +1,99 @@
+"""How layers compute what may round differently with the number of rows beside a row. Knows no layer and no model.
+
+Matrix libraries take another kernel for few rows, and vectorised functions another for the last few elements of a
+tensor, each with other last bits. `TiledKernels` never calls them that way, so that a row's result depends on that row
+alone, for the price of rows that are only padding.
+
+Shapes: T rows, K input width, N output width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 16
+"""Products get a multiple of so many rows. Below 4 (one thread) or 12 (two) MKL sums in another order."""
+MAX_ROWS = 128
+"""Most rows of one call: so there are few shapes, and all of them can be tried at start (`rows_are_alike`)."""
+LANES = 64
+"""Elements that no vectorised function takes at once: a multiple leaves no rest."""
+MAX_ELEMENTS = 16384
+"""Most elements of one call: PyTorch gives so few to one thread, so no cut between threads leaves a rest either."""
+
+
+class Kernels:
+    """PyTorch's own: the fastest; a row's last bits may depend on how many rows there are."""
+
+    batch_invariant: ClassVar[bool] = False
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] · weight [N, K]ᵀ (+ bias [N]) → [T, N]."""
+        return F.linear(x, weight, bias)
+
+    def per_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, H, K], weight [H, K, N] → [T, H, N]: each head by its own matrix."""
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """x · sigmoid(x), element by element."""
+        return F.silu(x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + e⁻ˣ), element by element."""
+        return x.sigmoid()
+
+
+class TiledKernels(Kernels):
+    """Bit-equal for a row in whatever company; see the module's text."""
+
+    batch_invariant = True
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        parts = [F.linear(part, weight, bias) for part in torch.split(_padded(x), MAX_ROWS)]
+        return _joined(parts, len(x))
+
+    def per_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        rows = torch.split(_padded(x), MAX_ROWS)
+        parts = [torch.bmm(part.transpose(0, 1).contiguous(), weight).transpose(0, 1) for part in rows]
+        return _joined(parts, len(x))
+
+    def silu(self, x: Tensor) -> Tensor:
+        return _elementwise(F.silu, x)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return _elementwise(torch.sigmoid, x)
+
+
+PLAIN = Kernels()
+
+
+def rows_are_alike(product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether `product` of TiledKernels keeps what they promise: x [MAX_ROWS, …] (any values), rows → rows.
+
+    Tries all numbers of rows that it ever gets, and rows at other places of a tile.
+    """
+    expected = torch.cat([product(tile) for tile in torch.split(x, ROWS)])
+    if any(not torch.equal(product(x[:n]), expected[:n]) for n in range(ROWS, MAX_ROWS + 1, ROWS)):
+        return False
+    first, of_first = x[:ROWS], expected[:ROWS]
+    return all(torch.equal(product(first.roll(n, 0)), of_first.roll(n, 0)) for n in (1, 4, 7))
+
+
+def _padded(x: Tensor) -> Tensor:
+    """x [T, …] with rows of zeros up to a multiple of ROWS, contiguous."""
+    missing = -len(x) % ROWS
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x.contiguous()
+
+
+def _joined(parts: list[Tensor], num_rows: int) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
+
+
+def _elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % LANES))
+    return _joined([function(part) for part in torch.split(flat, MAX_ELEMENTS)], x.numel()).view(x.shape)
