@@ -54,6 +54,7 @@ def test_engines_on_the_same_ranks(groups: Groups, checkpoints: Checkpoints, exe
                     assert (resident_bytes(pid) - before[pid][1]) / (CYCLES - 1 - WARM_UP) < MAX_GROWTH_BYTES
 
 
+@pytest.mark.timeout(900)
 def test_groups_of_new_ranks(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """20 times from nothing to a split step and back: the front keeps nothing, no process and no file is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
