@@ -1,0 +1,121 @@
+"""What ranks note of where they are, what the front makes of it, and the watchdog that reads it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hocket.dist.exchange import Recorded, SoloExchange
+from hocket.dist.record import COMPUTES, IN_EXCHANGE, RESTS, Record, Records, Whereabouts, apart, behind, described
+from hocket.dist.watchdog import Watchdog
+from hocket.errors import RankLost
+from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
+
+LIMIT_S = 0.2
+
+
+def where(transfers: int, name: str = "ub0 dispatch send") -> Whereabouts:
+    return Whereabouts(steps=3, state=COMPUTES, transfers=transfers, is_busy=True, name=name)
+
+
+def test_others_read_what_a_rank_wrote(tmp_path: Path) -> None:
+    front = Records(tmp_path, 3, create=True)
+    assert front.read() == {}
+    theirs = Records(tmp_path, 3, create=False)
+    record = theirs.own(1)
+    record.enter(COMPUTES)
+    record.begin_transfer("ub1 combine recv and a name that is longer than its place")
+    assert list(front.read()) == [1]
+    assert described(front.read()).startswith("rank 1: step 1, in transfer 1 (ub1 combine recv ")
+    record.end_transfer()
+    record.enter(RESTS)
+    assert described(front.read()) == "rank 1: step 1, after transfer 1, between steps"
+    record.restart()
+    assert front.read() == {}
+    front.close()
+
+
+def test_who_is_behind_and_who_is_elsewhere() -> None:
+    assert behind({}) == set() == apart({})
+    assert behind({0: where(5), 1: where(4), 2: where(5)}) == {1}
+    assert behind({0: where(5), 1: where(5)}) == set()
+    assert apart({0: where(5), 1: where(5), 2: where(5, "ub0 combine send")}) == {2}
+    assert apart({0: where(5), 1: where(5, "ub0 combine send")}) == {0, 1}
+    assert apart({0: where(5), 1: where(5)}) == set()
+
+
+@pytest.mark.parametrize("kind", [InlineLane, WorkerLane])
+def test_lanes_record_transfers_up_to_the_one_that_failed(kind: type) -> None:
+    record = Record()
+    lane: Lane = InlineLane(record) if kind is InlineLane else WorkerLane(10.0, record=record)
+
+    def fails() -> None:
+        raise RankLost("planted")
+
+    lane.launch(lambda: None, "first").wait()
+    lane.launch(lambda: None, "second").wait()
+    for _ in range(2):
+        with pytest.raises(RankLost):
+            lane.launch(fails, "third").wait()
+        if kind is InlineLane:
+            break
+    lane.close()
+    assert (record.transfers, record.is_busy) == (3, True)
+
+
+def test_the_exchange_is_recorded() -> None:
+    record = Record()
+    exchange = Recorded(SoloExchange(), record)
+    for step in (1, 2):
+        exchange.exchange([0, 0])
+        assert (record.steps, record.state) == (step, COMPUTES)
+    exchange.close()
+
+
+class Moving(Record):
+    """Gets on between any two looks at it."""
+
+    @property
+    def transfers(self) -> int:
+        self._looks = getattr(self, "_looks", 0) + 1
+        return self._looks
+
+    @transfers.setter
+    def transfers(self, value: int) -> None:
+        pass
+
+
+def barks(record: Record) -> bool:
+    """Whether the watchdog calls, if it has five times the limit."""
+    called = threading.Event()
+    dog = Watchdog(record, LIMIT_S, called.set)
+    found = called.wait(5 * LIMIT_S)
+    dog.close()
+    return found
+
+
+def test_the_watchdog_calls_for_compute_that_stands_still() -> None:
+    record = Record()
+    record.enter(COMPUTES)
+    began, called = time.monotonic(), threading.Event()
+    dog = Watchdog(record, LIMIT_S, called.set)
+    assert called.wait(30.0)
+    assert time.monotonic() - began >= LIMIT_S
+    dog.close()
+
+
+def test_the_watchdog_leaves_those_alone_who_wait_or_get_on() -> None:
+    moving = Moving()
+    moving.enter(COMPUTES)
+    assert not barks(moving)
+    for state in (RESTS, IN_EXCHANGE):
+        record = Record()
+        record.enter(state)
+        assert not barks(record)
+    record = Record()
+    record.enter(COMPUTES)
+    record.begin_transfer("ub0 dispatch send")
+    assert not barks(record)
