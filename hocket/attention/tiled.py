@@ -24,6 +24,8 @@ from hocket.attention.plan import MAX_GATHERED_BYTES, Plan, context_slots, write
 from hocket.attention.sdpa import gather_rows
 from hocket.cache.storage import write_kv, write_latent
 from hocket.layers.kernels import TiledKernels
+from hocket.trace import spans
+from hocket.trace.spans import Stage
 
 TILE_ROWS = 16
 
@@ -82,6 +84,7 @@ class TiledAttention(AttentionBackend[TiledPlan]):
     def grouped_query(
         self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: TiledPlan, scale: float
     ) -> Tensor:
+        spans.begin(Stage.ATTENTION)
         if plan.write_slots is not None:
             write_kv(cache, plan.written(key), plan.written(value), plan.write_slots)
         keys, values = cache.flatten(1, 2).flatten(2).unbind(0)
@@ -90,6 +93,7 @@ class TiledAttention(AttentionBackend[TiledPlan]):
     def latent(
         self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: TiledPlan, scale: float
     ) -> Tensor:
+        spans.begin(Stage.ATTENTION)
         if plan.write_slots is not None:
             write_latent(cache, plan.written(latent), plan.write_slots)
         latent_width = kv_b.shape[2]

@@ -23,7 +23,7 @@ HARD = OverlapError
 class Transfer(Generic[T]):
     """send and receive run on the comm lane, in order; result runs on the compute lane after them.
 
-    receive None: send does all of it. num_bytes: what this rank sends, known once `send` has run. arrived_ns: when the
+    receive None: send does all of it. num_bytes: what this rank sends to others, known once `send` has run. arrived_ns: when the
     data was here (time.perf_counter_ns), where the transport knows it better than by the end of `receive`.
     """
 

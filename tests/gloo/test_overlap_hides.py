@@ -59,9 +59,9 @@ class SleepingModel(nn.Module):
         )  # fmt: skip
         row_bytes = HIDDEN * 4
         link = LinkEmulator(
-            TorchTransport(placement, env.groups[2], CPU),
+            TorchTransport(placement, env.rank, env.groups[2], CPU),
             latency_us=0.0,
-            gb_per_s=NUM_TOKENS * row_bytes / STAGE_S / 1e9,
+            gb_per_s=NUM_TOKENS / 2 * row_bytes / STAGE_S / 1e9,
         )
         self.layers = nn.ModuleList()
         for _ in range(NUM_LAYERS):

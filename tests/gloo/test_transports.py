@@ -27,6 +27,7 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.placement import STRATEGIES, ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.registry import TRANSPORTS, build_transport
+from hocket.moe.transport.rows import RowFormat
 from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
@@ -126,6 +127,30 @@ def check_case(env: RankEnv, case: Case) -> None:
             limit = TOLERANCE[case.dtype]
             assert torch.allclose(out.float(), expected, atol=limit, rtol=limit), (name, backend, out - expected)
             assert not out[(ids < 0).all(dim=1)].any(), "a row without experts is zero"
+
+
+def crossing_bytes(env: RankEnv, case: Case) -> tuple[int, int, list[int]]:
+    """What a rank says it sent to others in dispatch and in combine; and, of its rows, how many go to each rank."""
+    x, ids, weights = make_tokens(case, env.rank)
+    transport = make_transport(env, case, "torch")
+    dispatch = transport.prepare(x, ids, weights, case.layout(env.rank))
+    sent = Running(dispatch, Stage.DISPATCH).finish(Stage.EXPERTS)
+    combine = transport.finalize(torch.zeros_like(sent.x), sent.handle)
+    Running(combine, Stage.COMBINE).finish(Stage.QKV)
+    owners = [{case.placement.rank_of[expert] for expert in row if expert >= 0} for row in ids.tolist()]
+    return dispatch.num_bytes(), combine.num_bytes(), [sum(r in o for o in owners) for r in range(len(case.tokens))]
+
+
+def test_bytes_are_those_that_cross_to_another_rank(pool: RankPool) -> None:
+    case = Case((5, 9, 2), (1, 0, 3), 8, 3)
+    row_bytes = RowFormat(HIDDEN, case.top_k, case.dtype).row_bytes
+    found = pool.run(crossing_bytes, case, num_ranks=3)
+    wanted = [rows for _, _, rows in found]
+    for rank, (dispatched, combined, rows) in enumerate(found):
+        assert sum(rows) - rows[rank] > 0
+        assert dispatched == (sum(rows) - rows[rank]) * row_bytes
+        back = sum(wanted[other][rank] for other in range(3) if other != rank)
+        assert combined == back * HIDDEN * case.dtype.itemsize
 
 
 @st.composite

@@ -47,7 +47,7 @@ def build_transport(
     if name == "torch":
         from hocket.moe.transport.torch_a2a import TorchTransport
 
-        return TorchTransport(placement, group, device)
+        return TorchTransport(placement, rank, group, device)
     from hocket.moe.transport.allgather_reducescatter import AllGatherReduceScatterTransport
 
     return AllGatherReduceScatterTransport(placement, rank, group, device)

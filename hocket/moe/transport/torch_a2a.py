@@ -38,12 +38,14 @@ class _Dispatch:
 
     def __init__(
         self,
+        rank: int,
         group: collectives.Group | None,
         rows: RowFormat,
         counts: Tensor,
         packed: Tensor,
         number: int,
     ) -> None:
+        self._rank = rank
         self._group = group
         self._number = number
         self._rows = rows
@@ -69,7 +71,7 @@ class _Dispatch:
         collectives.all_to_all(self.received, self._packed, self._group, self.recv_splits, self.send_splits)
 
     def num_bytes(self) -> int:
-        return self._packed.numel()
+        return (sum(self.send_splits) - self.send_splits[self._rank]) * self._rows.row_bytes
 
 
 class TorchTransport(Transport):
@@ -83,8 +85,11 @@ class TorchTransport(Transport):
     requires_padding = False
     launch_blocks = True
 
-    def __init__(self, placement: ExpertPlacement, group: collectives.Group | None, device: torch.device) -> None:
+    def __init__(
+        self, placement: ExpertPlacement, rank: int, group: collectives.Group | None, device: torch.device
+    ) -> None:
         self._num_experts = placement.num_experts
+        self._rank = rank
         self._group = group
         # One entry more than experts: index -1, a dropped slot, reads it and finds a rank that does not exist.
         self._rank_of = torch.tensor([*placement.rank_of, placement.num_ranks], device=device)
@@ -100,7 +105,7 @@ class TorchTransport(Transport):
         local_ids = torch.where(owner[token_idx] == dest[:, None], self._local_idx[topk_ids[token_idx]], DROPPED)
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         packed = rows.pack(x[token_idx], local_ids, topk_weights[token_idx], len(token_idx))
-        under_way = _Dispatch(self._group, rows, is_wanted.sum(dim=-1), packed, next(self._numbers))
+        under_way = _Dispatch(self._rank, self._group, rows, is_wanted.sum(dim=-1), packed, next(self._numbers))
 
         def result() -> Dispatched:
             assert under_way.received is not None
@@ -114,6 +119,7 @@ class TorchTransport(Transport):
         next(self._numbers)
         sums = expert_out.contiguous()
         back = expert_out.new_empty(len(handle.token_idx), expert_out.shape[1])
+        num_sent = sum(handle.recv_splits) - handle.recv_splits[self._rank]
 
         def result() -> Tensor:
             out = torch.zeros(handle.num_rows, expert_out.shape[1], device=expert_out.device, dtype=torch.float32)
@@ -125,5 +131,5 @@ class TorchTransport(Transport):
         return Transfer(
             send=lambda: collectives.all_to_all(back, sums, self._group, handle.send_splits, handle.recv_splits),
             result=result,
-            num_bytes=lambda: sums.nbytes,
+            num_bytes=lambda: num_sent * sums.shape[1] * sums.itemsize,
         )
