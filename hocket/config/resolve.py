@@ -41,7 +41,7 @@ def resolve(options: Options) -> EngineConfig:
     _refuse_unsupported(options)
     device = "cpu" if options.device == "auto" else options.device
     parallel = _parallel(options, model.moe.top_k)
-    attention, experts = _backends(options, parallel.all2all_backend)
+    attention, experts = _backends(options, model, parallel.all2all_backend)
     return EngineConfig(
         model_path=str(folder),
         model=model,
@@ -79,11 +79,13 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _backends(options: Options, transport: str) -> tuple[str, str]:
+def _backends(options: Options, model: ModelConfig, transport: str) -> tuple[str, str]:
     """Names of the attention and experts backends; the latter stays "auto" where only a rank can choose."""
     attention, experts = options.attention_backend, options.moe_backend
     if not options.deterministic:
         return ("sdpa" if attention == "auto" else attention), experts
+    if model.num_heads < 2:  # one task alone is computed by all threads, two by one each
+        raise ConfigError("deterministic", True, "false for a model of one attention head")
     check_invariant("all2all backend", transport, TRANSPORTS)
     return (
         check_invariant("attention backend", "tiled" if attention == "auto" else attention, ATTENTION),

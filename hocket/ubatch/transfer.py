@@ -23,8 +23,9 @@ HARD = OverlapError
 class Transfer(Generic[T]):
     """send and receive run on the comm lane, in order; result runs on the compute lane after them.
 
-    receive None: send does all of it. num_bytes: what this rank sends to others, known once `send` has run. arrived_ns: when the
-    data was here (time.perf_counter_ns), where the transport knows it better than by the end of `receive`.
+    receive None: send does all of it. num_bytes: what this rank sends to others, known once `send` has run.
+    arrived_ns: when the data was here (time.perf_counter_ns), where the transport knows it better than by the end of
+    `receive`.
     """
 
     send: Work
@@ -89,6 +90,8 @@ class Running(Generic[T]):
             context.track.begin(then)
         try:
             return self._transfer.result()
+        except HARD:
+            raise
         except Exception as error:
             raise cannot_go_on(self._stage, error) from error
 

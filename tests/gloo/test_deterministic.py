@@ -17,7 +17,6 @@ from answers import assert_right, prompts, settled_stats
 from gloo_groups import Groups
 from pairwise import Cell, full_grid, pairwise_cover
 
-from hocket.errors import BackendUnavailable, ConfigError
 from hocket.llm import LLM
 from hocket.outputs import Logprob, RequestOutput
 from hocket.request import SamplingParams
@@ -219,33 +218,7 @@ def test_r018_a_probe_among_random_traffic_has_one_answer(
     assert all(bits == found[0] for bits in found)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"moe_backend": "grouped_mm"}, "experts backend 'grouped_mm' is not available: .*; available here: tiled$"),
-        ({"moe_backend": "reference"}, "experts backend 'reference' is not available: .*; available here: tiled$"),
-        ({"attention_backend": "sdpa"}, "attention backend 'sdpa' is not available: .*; available here: tiled$"),
-    ],
-)
-def test_what_is_not_invariant_is_refused_by_name(
-    groups: Groups, checkpoints: Checkpoints, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(BackendUnavailable, match=message), groups.llm(checkpoints("v3"), **options, deterministic=True):
-        pass
-
-
 def test_backends_can_be_chosen_one_by_one(groups: Groups, checkpoints: Checkpoints) -> None:
     path = checkpoints("v3")
     with groups.llm(path, NUM_RANKS, attention_backend="tiled", moe_backend="tiled") as llm:
         assert_right(path, llm.generate(probes(path), PARAMS), tolerance=1e-5)
-
-
-def test_r019_a_hybrid_model_is_refused_naming_its_layers(tmp_path: Path, groups: Groups) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}'
-    )
-    with (
-        pytest.raises(ConfigError, match=r"'qwen3_next'.*layers of linear attention are not built"),
-        groups.llm(tmp_path, deterministic=True),
-    ):
-        pass

@@ -15,7 +15,7 @@ from configs import QWEN
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options, read_yaml
 from hocket.config.resolve import model_folder, resolve
-from hocket.errors import CheckpointError, ConfigError
+from hocket.errors import BackendUnavailable, CheckpointError, ConfigError
 
 WIDE = {"data_parallel_size": 2, "enable_expert_parallel": True}
 
@@ -159,6 +159,34 @@ def test_a_forced_split_needs_no_ranks(folder: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOCKET_FORCE_SPLIT", "many")
     with pytest.raises(ConfigError, match="HOCKET_FORCE_SPLIT"):
         resolve(Options(model=folder))
+
+
+def test_deterministic_takes_what_is_batch_invariant(folder: str) -> None:
+    plain, deterministic = resolve(Options(model=folder)), resolve(Options(model=folder, deterministic=True))
+    assert (plain.attention_backend, plain.moe_backend) == ("sdpa", "auto")
+    assert (deterministic.attention_backend, deterministic.moe_backend) == ("tiled", "tiled")
+    assert plain.digest != deterministic.digest
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"moe_backend": "grouped_mm"}, "experts backend 'grouped_mm' is not available: with deterministic .*: tiled"),
+        ({"moe_backend": "reference"}, "experts backend 'reference' is not available: with deterministic .*: tiled"),
+        ({"attention_backend": "sdpa"}, "attention backend 'sdpa' is not available: with deterministic .*: tiled"),
+    ],
+)
+def test_deterministic_refuses_what_is_not(folder: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendUnavailable, match=f"^{message}$"):
+        resolve(Options(model=folder, deterministic=True, **given))
+    assert resolve(Options(model=folder, **given))
+
+
+def test_deterministic_needs_two_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_attention_heads": 1, "num_key_value_heads": 1}))
+    assert resolve(Options(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="deterministic: True is not allowed; allowed: false for a model of one"):
+        resolve(Options(model=str(tmp_path), deterministic=True))
 
 
 def test_replicas_have_no_transport(folder: str) -> None:

@@ -147,12 +147,15 @@ def test_r090_no_value_is_changed_silently(checkpoints: Checkpoints) -> None:
     assert (config.overlap.decode_token_threshold, config.overlap.prefill_token_threshold) == (7, 9)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe", "kimi_linear"])
-def test_r019_a_hybrid_model_is_refused_with_its_kind_of_layer(model_type: str, tmp_path: Path) -> None:
+def test_r019_a_hybrid_model_is_refused_with_its_kind_of_layer(
+    model_type: str, deterministic: bool, tmp_path: Path
+) -> None:
     linear = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 512, **linear}))
     with pytest.raises(ConfigError) as caught:
-        resolve(Options(model=str(tmp_path)))
+        resolve(Options(model=str(tmp_path), deterministic=deterministic))
     text = str(caught.value)
     assert "\n" not in text
     assert model_type in text
