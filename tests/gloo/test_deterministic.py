@@ -193,6 +193,16 @@ def test_other_numbers_of_ranks(groups: Groups, checkpoints: Checkpoints, num_ra
     assert bits[0] == bits[1]
 
 
+def test_preempted_and_computed_again(groups: Groups, checkpoints: Checkpoints, alone: Alone) -> None:
+    """A cache of 30 blocks: what a preempted request computes again, in other company, is what it had."""
+    path = checkpoints("v3")
+    small = {"block_size": 4, "max_model_len": 64, "kv_cache_memory_bytes": 30 * 4 * 4 * 40 * 4}
+    with groups.llm(path, NUM_RANKS, deterministic=True, all2all_backend="torch", **small) as llm:
+        results = serve(llm, probes(path), seed=9)
+        assert sum(rank["num_preemptions"] for rank in settled_stats(llm)) > 0
+    assert [bits_of(result) for result in results] == alone.bits("v3", "torch")
+
+
 def test_transports_agree_to_the_bit(alone: Alone) -> None:
     """Both add up the same partial sums in rank order."""
     assert alone.bits("v3", "torch") == alone.bits("v3", "allgather_reducescatter")
