@@ -41,7 +41,7 @@ from hocket.errors import HocketError, RankLost, StepDesync
 OnProgress = Callable[[str, int, int], None]
 _POLL_S = 0.1
 _CHECK_S = 0.2
-_GATHER_CAUSES_S = 1.0
+_GATHER_CAUSES_S = 2.0
 _CLOSE_S = 5.0
 _MAX_SOCKET_FOLDER = 70
 _ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
@@ -201,12 +201,19 @@ class RankGroup:
         """Name the first cause: an error of its own counts before one that only saw another rank go."""
         reports = [first]
         deadline = time.monotonic() + _GATHER_CAUSES_S
-        while first.kind == RankLost.__name__ and len(reports) < self.world_size and time.monotonic() < deadline:
+        is_over = False
+        while not is_over and time.monotonic() < deadline and all(r.kind == RankLost.__name__ for r in reports):
+            is_over = not self._may_still_speak(reports)
             reports += [m for m in self._channel.receive(_POLL_S) if isinstance(m, Failed)]
         cause = next((report for report in reports if report.kind != RankLost.__name__), first)
         error = self._error_of(cause, reports)
         self.kill()
         raise error
+
+    def _may_still_speak(self, reports: list[Failed]) -> set[int]:
+        """Ranks without a report whose process has not ended."""
+        ended = {rank for rank, process in self._processes.items() if process.poll() is not None}
+        return set(self.ranks) - ended - {report.rank for report in reports}
 
     def _error_of(self, cause: Failed, reports: list[Failed]) -> HocketError:
         """What to raise for a report: with the rank that is to blame, and where each one was, if it is about ranks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from gloo_groups import Groups
+from processes import held, resident_bytes
 
 from hocket.llm import LLM
 from hocket.request import SamplingParams
@@ -21,15 +21,6 @@ OVERLAP = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_tok
 CYCLES, WARM_UP = 20, 6
 MAX_GROWTH_BYTES = 1 << 20
 """Of resident memory per cycle after the warm-up: an engine's weights and cache are over ten times that."""
-
-
-def held(pid: int | str) -> tuple[int, int]:
-    """Threads and file descriptors."""
-    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def resident_bytes(pid: int | str) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def split_once(llm: LLM) -> None:
@@ -68,6 +59,6 @@ def test_groups_of_new_ranks(checkpoints: Checkpoints, tmp_path: Path, monkeypat
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         assert not list(tmp_path.iterdir())
         if cycle == 2:
-            before, bytes_before = held("self"), resident_bytes("self")
-    assert held("self") == before
-    assert (resident_bytes("self") - bytes_before) / 17 < MAX_GROWTH_BYTES
+            before, bytes_before = held(), resident_bytes()
+    assert held() == before
+    assert (resident_bytes() - bytes_before) / 17 < MAX_GROWTH_BYTES

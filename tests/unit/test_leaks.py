@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import make
+from processes import held, resident_bytes
 from test_executor import Bench
 
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
@@ -19,15 +18,6 @@ CYCLES, WARM_UP = 500, 100
 MAX_GROWTH_BYTES = 4 << 20
 """Of resident memory from the end of the warm-up to the end: under 11 kB a cycle, where one leaked thread stack, KV
 cache or set of activations would be more."""
-
-
-def resident_bytes(pid: int | str = "self") -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-def held(pid: int | str = "self") -> tuple[int, int]:
-    """Threads and file descriptors of a process."""
-    return len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def assert_no_growth(cycle: Callable[[], None], cycles: int, warm_up: int, max_growth_bytes: int) -> None:
