@@ -84,7 +84,7 @@ class Hub:
     """The host's first rank: collects the columns of its host and sends everybody the whole table.
 
     `ranks`: global ranks on this host, the hub's own first. `gather`: given this host's columns, returns those of all
-    hosts in host order; None on a single host. `on_close`: removes what the socket lay in.
+    hosts in host order; None on a single host.
     """
 
     def __init__(
@@ -93,9 +93,7 @@ class Hub:
         ranks: list[int],
         timeout_s: float,
         gather: Gather | None = None,
-        on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._on_close = on_close
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._gather = gather
@@ -151,8 +149,6 @@ class Hub:
         for leaf in self._leaves.values():
             leaf.close()
         self._listener.close()
-        if self._on_close is not None:
-            self._on_close()
 
 
 class Leaf:

@@ -131,10 +131,13 @@ class World:
         own_folder = None if place.store_path else tempfile.TemporaryDirectory(prefix="hocket-")
         folder = os.path.dirname(place.store_path) if place.store_path else own_folder.name  # type: ignore[union-attr]
         path = os.path.join(folder, f"exchange-{self._num_exchanges}")
-        on_close = None if own_folder is None else own_folder.cleanup
-        hub = Hub(listen(path), list(place.node_ranks), timeout_s, gather, on_close)
+        hub = Hub(listen(path), list(place.node_ranks), timeout_s, gather)
         self.store.set(key, path)
-        hub.accept(connect_timeout_s)
+        try:
+            hub.accept(connect_timeout_s)
+        finally:
+            if own_folder is not None:  # all are connected: nothing may be left if this process is killed
+                own_folder.cleanup()
         return hub
 
     def _leader_gather(self, timeout_s: float) -> _LeaderGather | None:
