@@ -7,7 +7,6 @@ values or on the model is checked in `resolve.py`.
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 import numbers
 import os
@@ -21,48 +20,14 @@ from typing import Any
 import msgspec
 
 from hocket.config.backends import ATTENTION, EXPERTS
+from hocket.config.harmless import without_harmless
 from hocket.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 2**31 - 1
 """Most tokens, requests or ranks that an option may name: counts are held in int32 tensors."""
 MAX_SECONDS = 86400
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = {"safetensors": "auto"}
-HARMLESS: dict[str, tuple[Any, ...] | None] = {
-    "calculate_kv_scales": (False,),
-    "code_revision": None,
-    "compilation_config": None,
-    "config_format": ("auto", "hf"),
-    "cpu_offload_gb": (0,),
-    "disable_cascade_attn": None,
-    "disable_custom_all_reduce": None,
-    "disable_log_requests": None,
-    "disable_log_stats": None,
-    "distributed_executor_backend": ("mp",),
-    "download_dir": None,
-    "enable_lora": (False,),
-    "enable_sleep_mode": (False,),
-    "generation_config": ("auto",),
-    "hf_overrides": (),
-    "hf_token": None,
-    "kv_cache_dtype": ("auto",),
-    "limit_mm_per_prompt": None,
-    "max_logprobs": None,
-    "max_parallel_loading_workers": None,
-    "max_seq_len_to_capture": None,
-    "quantization": (),
-    "revision": None,
-    "runner": ("auto", "generate"),
-    "served_model_name": None,
-    "speculative_config": (),
-    "swap_space": None,
-    "task": ("auto", "generate"),
-    "tokenizer_mode": ("auto",),
-    "tokenizer_revision": None,
-}
-"""vLLM's options that change no answer here, with the values for which that holds (None: all); None always is one."""
 
 
 def _option(
@@ -238,7 +203,7 @@ class Options:
         Raises:
             ConfigError: an unknown name (with the nearest known ones), or a value that is not allowed.
         """
-        values = _without_harmless({str(key).replace("-", "_"): value for key, value in given.items()})
+        values = without_harmless({str(key).replace("-", "_"): value for key, value in given.items()})
         known = [option.name for option in fields(cls)]
         for name in values:
             if name not in known:
@@ -268,22 +233,6 @@ def option_type(option: Field[Any]) -> tuple[type, bool]:
         inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
         return inner, True
     return hint, False
-
-
-def _without_harmless(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` less those of HARMLESS, which one warning names."""
-    kept, ignored = {}, []
-    for name, value in values.items():
-        if name not in HARMLESS:
-            kept[name] = value
-            continue
-        harmless = HARMLESS[name]
-        if value is not None and harmless is not None and value not in harmless:
-            raise ConfigError(name, value, f"{', '.join(map(str, (None, *harmless)))} (Hocket does not do this)")
-        ignored.append(name)
-    if ignored:
-        logger.warning("options without effect here: %s", ", ".join(ignored))
-    return kept
 
 
 def _taken(option: Field[Any], given: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from patched_ranks import patched_ranks
-from planted_steps import PLANT_FILE
+from planted_steps import LAYER, PLANT_FILE
 
 from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
@@ -27,7 +27,13 @@ Checkpoints = Callable[..., Path]
 STEP_TIMEOUT_S = 5.0
 NAMED_WITHIN_S = 10.0
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-STAGES = ("attention", "router", "experts", "shared")
+STAGES = {
+    "attention": "qkv projection",  # planted before it
+    "router": "attention or router",
+    "experts": "experts",
+    "shared": "shared experts",
+}
+"""Where a fault is planted, and the stage that the error names."""
 TRANSFERS = ("dispatch-send", "dispatch-recv", "combine-send", "combine-recv")
 EMULATED = {"emulate_link_gb_per_s": 1.0, "emulate_link_latency_us": 50.0}
 
@@ -112,14 +118,14 @@ def test_a_raise_in_any_stage_fails_one_step(lasting: Planted, executor: str, tr
     """Every stage, ubatches 0 and 1, the ranks in turn: named on the front; the next step works."""
     with lasting.llm(ubatch_executor=executor, all2all_backend=transport) as llm:
         expected = lasting.generate(llm)
-        for number, stage in enumerate(STAGES):
+        for number, (stage, label) in enumerate(STAGES.items()):
             for ubatch in (0, 1):
                 rank = (number + ubatch) % 3
                 lasting.file.write_text(f"{rank} {ubatch} {stage} raise")
                 with pytest.raises(UBatchFailed) as caught:
                     lasting.generate(llm)
-                assert f"failed on rank {rank}, ubatch {ubatch}" in str(caught.value)
-                assert f"ValueError: planted in {stage}" in str(caught.value)
+                where = f"failed on rank {rank}, ubatch {ubatch}, sparse layer {LAYER - 1}, {label}"
+                assert f"{where}: ValueError: planted in {stage}" in str(caught.value)
                 assert not lasting.file.exists()
                 assert lasting.generate(llm) == expected
         for stats in llm.stats():
