@@ -12,11 +12,11 @@ import olmoe
 import torch
 from torch import Tensor
 
-from hocket.attention.plan import AttentionPlan
-from hocket.attention.sdpa import paged_attention
+from hocket.attention.plan import Plan
 from hocket.config.model import ModelConfig
 from hocket.layers.rotary import Rotation
 from hocket.models import registry
+from hocket.models.backends import Backends
 from hocket.models.base import Attention
 from hocket.ubatch.scratch import PerUBatch
 
@@ -31,13 +31,20 @@ class SharingAttention(olmoe.OlmoeAttention):
     """kept: a buffer [MOST_TOKENS, H, d] with the values of the layer before, then this one's."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, first: bool, kept: Kept
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        backends: Backends,
+        *,
+        first: bool,
+        kept: Kept,
     ) -> None:
-        super().__init__(config, device, dtype)
+        super().__init__(config, device, dtype, backends)
         self.first = first
         self.kept = kept
 
-    def forward(self, x: Tensor, rotation: Rotation, plan: AttentionPlan, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
         query = rotation.rotate(self.q_norm(self.q(x)).unflatten(-1, heads))
         key = rotation.rotate(self.k_norm(self.k(x)).unflatten(-1, heads))
@@ -47,7 +54,7 @@ class SharingAttention(olmoe.OlmoeAttention):
         if not self.first:
             value = value + buffer[:num_tokens] / 2
         buffer[:num_tokens] = value
-        out: Tensor = self.o(paged_attention(query, key, value, cache, plan, self.head_dim**-0.5))
+        out: Tensor = self.o(self.attention.grouped_query(query, key, value, cache, plan, self.head_dim**-0.5))
         return out
 
 
@@ -67,7 +74,7 @@ class SharingForCausalLM(olmoe.OlmoeForCausalLM):
             if os.environ[CARRY] == "global":
                 shared = make()
                 self.kept = PerUBatch(lambda: shared)
-        return SharingAttention(config, device, self.dtype, first=first, kept=self.kept)
+        return SharingAttention(config, device, self.dtype, self.backends, first=first, kept=self.kept)
 
 
 def register() -> None:
