@@ -13,6 +13,7 @@ from hocket.errors import UBatchFailed
 from hocket.outputs import TokenOutput
 from hocket.overlap import vote
 from hocket.overlap.cost import TokenCost, Wish, wished_cuts
+from hocket.overlap.failure import FailedStage
 from hocket.overlap.veto import prefix_hazard
 from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
@@ -64,7 +65,7 @@ class Engine:
         self._lock_step = mesh.ep_size > 1
         self._held: list[TokenOutput] = []
         self._held_batch: Batch | None = None
-        self._failed_here = False
+        self._failed_here = 0  # where this rank's last step failed, as the exchange carries it
         self._failure: StepFailure | None = None
 
     @property
@@ -104,7 +105,7 @@ class Engine:
             digest=self._digest,
             num_unfinished=int(self.scheduler.has_unfinished),
             refusal=self._refusal(batch),
-            failure=int(self._failed_here),
+            failure=self._failed_here,
             wish=self._wish(batch),
         )
         laps.end("schedule")
@@ -171,16 +172,16 @@ class Engine:
 
     def _fail_here(self, batch: Batch, plan: StepPlan, error: UBatchFailed) -> None:
         """This rank's part of the step failed: its requests end now, the others learn of it in the next exchange."""
-        self._failed_here = self._lock_step
+        self._failed_here = error.code if self._lock_step else 0
         self._end_failed(batch, f"step {plan.step} failed on rank {self.mesh.rank}, {error}", is_cause=True)
 
-    def _drop(self, batch: Batch, failed: tuple[int, int]) -> None:
+    def _drop(self, batch: Batch, failed: tuple[int, FailedStage]) -> None:
         """The step before failed somewhere: what is held of it is worthless, and `batch`, built on it, must wait."""
         held, self._held, self._held_batch = self._held_batch, [], None
         if held is not None and not self._failed_here:
-            self._end_failed(held, f"the step before failed on rank {failed[0]}", is_cause=False)
+            self._end_failed(held, f"the step before failed on rank {failed[0]}, {failed[1]}", is_cause=False)
             self.stats.failed += 1
-        self._failed_here = False
+        self._failed_here = 0
         self.scheduler.retract(batch)
 
     def _end_failed(self, batch: Batch, message: str, *, is_cause: bool) -> None:

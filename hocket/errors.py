@@ -79,7 +79,9 @@ class OverlapError(HocketError):
 
 
 class UBatchFailed(OverlapError):
-    """One ubatch raised in a compute stage; the step failed on all ranks."""
+    """One ubatch raised in a compute stage; the step failed on all ranks. code: what the step exchange says of it."""
+
+    code: int = 1
 
 
 class BatonTimeout(OverlapError):

@@ -158,6 +158,12 @@ class RankProcess:
 
     def _end_stuck(self) -> None:
         """On the watchdog's thread: the step does not get on. Say where it is and end, for nothing else will."""
+        try:
+            self._report_stuck()
+        finally:
+            os._exit(1)
+
+    def _report_stuck(self) -> None:
         assert self.engine is not None
         ubatch, thread = self.engine.runner.executor.holder
         stack = traceback.extract_stack(sys._current_frames()[thread or threading.main_thread().ident or 0])
@@ -167,7 +173,6 @@ class RankProcess:
         details = "".join(stack.format())
         kind = BatonTimeout.__name__
         self.channel.send_from_other_thread(Failed(rank=self.rank, kind=kind, message=message, details=details))
-        os._exit(1)
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self.channel.send(Progress(rank=self.rank, phase=phase, done=done, total=total))

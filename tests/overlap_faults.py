@@ -7,6 +7,7 @@ fault does nothing in steps that are not split.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,8 +157,9 @@ def change_run(change: Callable[[Callable[..., list[Any]], Parts, Any], list[Any
         executor: Any = engine.runner.executor
         run = executor.run
 
-        def changed(parts: Parts, caches: Any) -> list[Any]:
-            return change(run, parts, caches) if len(parts) > 1 else run(parts, caches)
+        def changed(parts: Parts, caches: Any, phase: str) -> list[Any]:
+            in_phase = functools.partial(run, phase=phase)
+            return change(in_phase, parts, caches) if len(parts) > 1 else in_phase(parts, caches)
 
         executor.run = changed
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hocket.engine import Engine
 from hocket.moe.transport.base import Dispatched
-from hocket.ubatch.context import UBatchContext, current
-from hocket.ubatch.transfer import Transfer
+from hocket.ubatch.context import current
+from hocket.ubatch.transfer import Running, Transfer
 
 MOCKS = ExitStack()
 """What is replaced until the next engine is built."""
@@ -123,33 +123,24 @@ def receive_apart(engine: Engine) -> None:
             setattr(transport, name, apart)
 
 
-def change_hooks(change: Callable[[Engine, UBatchContext, Callable[[UBatchContext], None]], None]) -> Plant:
-    """Over a transport that receives apart, hooks are run by `change(engine, context, the right way)`."""
+def receive_twice(engine: Engine) -> None:
+    """On one rank each receive is launched by the next ubatch and again by its own."""
+    receive_apart(engine)
+    receive = Running._receive
 
-    def plant(engine: Engine) -> None:
-        receive_apart(engine)
-        real = UBatchContext.run_hooks
-        mocked(UBatchContext, "run_hooks", lambda context: change(engine, context, real))
+    def again(running: Running[Any]) -> None:
+        is_due = running._receive_is_due
+        receive(running)
+        if engine.mesh.rank == 1 and ubatch_idx() is not None:
+            running._receive_is_due = is_due
 
-    return plant
-
-
-def hooks_twice(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    if engine.mesh.rank == 1:
-        for hook in list(context.hooks):
-            hook()
-    run(context)
+    mocked(Running, "_receive", again)
 
 
-def hooks_never(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    context.hooks.clear()
-
-
-def hooks_of_others(engine: Engine, context: UBatchContext, run: Callable[[UBatchContext], None]) -> None:
-    """A receive is run by the ubatch it belongs to, when its own next transfer comes: too late."""
-    for peer in context.peers:
-        if peer is not context:
-            run(peer)
+def receive_never(engine: Engine) -> None:
+    receive_apart(engine)
+    receive = Running._receive
+    mocked(Running, "_receive", lambda running: None if ubatch_idx() is not None else receive(running))
 
 
 TRANSFER_FAULTS: dict[str, Plant] = {
@@ -160,7 +151,6 @@ TRANSFER_FAULTS: dict[str, Plant] = {
     "combine added twice": change_combine(add_twice),
     "combine of the second ubatch lost": change_combine(lose_second),
     "padding rows kept": keep_padding,
-    "receive run twice on one rank": change_hooks(hooks_twice),
-    "receive never run": change_hooks(hooks_never),
-    "receive left to the ubatch it belongs to": change_hooks(hooks_of_others),
+    "receive run twice on one rank": receive_twice,
+    "receive never run": receive_never,
 }

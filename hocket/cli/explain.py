@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 
 from hocket.cli.options import engine_options
 from hocket.config.engine import EngineConfig
-from hocket.config.options import Options
+from hocket.config.options import MAX_TOKENS, Options
 from hocket.overlap import schedule, vote
 from hocket.overlap.schedule import Launch, Schedule
 from hocket.overlap.vote import Row
@@ -72,13 +72,18 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
 
 def _splits(config: EngineConfig, phase: str) -> list[dict[str, Any]]:
-    """Runs of step sizes, equal on all ranks, with the reason that the vote would give them."""
-    most = min(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs if phase == "decode" else 2**31)
-    found = []
-    reasons = ((tokens, _reason(config, phase, tokens)) for tokens in range(1, most + 1))
-    for reason, run in groupby(reasons, key=lambda pair: pair[1]):
-        sizes = [tokens for tokens, _ in run]
-        found.append({"tokens": [sizes[0], sizes[-1]], "reason": reason})
+    """Runs of step sizes, equal on all ranks, with the reason the vote gives them; it changes at thresholds."""
+    overlap, limits = config.overlap, config.scheduler
+    most = min(limits.max_num_batched_tokens, limits.max_num_seqs if phase == "decode" else MAX_TOKENS)
+    thresholds = {overlap.decode_token_threshold, overlap.prefill_token_threshold}
+    starts = sorted({1} | {tokens for tokens in thresholds if tokens <= most})
+    found: list[dict[str, Any]] = []
+    for first, last in pairwise((*starts, most + 1)):
+        reason = _reason(config, phase, first)
+        if found and found[-1]["reason"] == reason:
+            found[-1]["tokens"][1] = last - 1
+        else:
+            found.append({"tokens": [first, last - 1], "reason": reason})
     return found
 
 
@@ -90,7 +95,7 @@ def _reason(config: EngineConfig, phase: str, tokens: int) -> str:
     if config.overlap.cut == "cost":
         column[vote.WISHED_CUTS] = [tokens // 2] * (config.overlap.num_ubatches - 1)  # the reason depends on none
     table = [column] * config.parallel.expert_parallel_size
-    return vote.decide(table, config.overlap).reason.name.lower()
+    return vote.decide(table, config.overlap).reason.label
 
 
 def _schedule(config: EngineConfig, phase: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Options:
     )
     ubatch_executor: str = _option(
         "auto",
-        help="how ubatches take turns; auto: the cheaper one here",
+        help="how ubatches take turns; auto: the cheaper one by hocket bench handover, greenlets",
         group="Overlap",
         choices=("auto", "greenlet", "thread"),
     )
@@ -187,7 +187,11 @@ class Options:
         120.0, help="seconds for all ranks to be ready", group="Limits", least=1, most=MAX_SECONDS
     )
     step_timeout: float = _option(
-        30.0, help="seconds one step may take before it fails", group="Limits", least=0.1, most=MAX_SECONDS
+        30.0,
+        help="seconds a rank may compute, or wait for another, without getting on before the group ends",
+        group="Limits",
+        least=0.1,
+        most=MAX_SECONDS,
     )
 
     def __post_init__(self) -> None:

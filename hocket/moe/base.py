@@ -42,12 +42,17 @@ class TokenLayout:
         return cls(num_tokens=num_tokens, num_padded=num_padded, is_padding=is_padding, num_padded_max=num_padded_max)
 
 
+def is_on_host(x: Tensor) -> bool:
+    """Whether the host may look at the values without waiting for a device."""
+    return x.device.type == "cpu"
+
+
 def check_ids(ids: Tensor, num_experts: int, what: str) -> None:
     """Raise HocketError unless every id is DROPPED or in [0, num_experts).
 
     Only on a CPU: on any other device the check would make the host wait for it.
     """
-    if ids.device.type != "cpu" or ids.numel() == 0:
+    if not is_on_host(ids) or ids.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < DROPPED or high >= num_experts:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket.errors import OverlapError
 from hocket.moe.base import DROPPED, TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
@@ -36,6 +37,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """x [T, D], T = layout.num_padded → [T, D] in x.dtype; what padding rows hold reaches no other row."""
+        ubatch.refuse_inside_operator()
         topk_weights, topk_ids = self.router(x)
         if layout.is_padding is not None:
             topk_ids = topk_ids.masked_fill(layout.is_padding[:, None], DROPPED)
@@ -92,7 +94,8 @@ class _Call:
     ) -> None:
         self._layer = layer
         self._x = x
-        self._routed = topk_ids, topk_weights, layout
+        spans.begin(Stage.DISPATCH)
+        self._tokens = layer.transport.prepare(x, topk_ids, topk_weights, layout)
         self._is_joining = is_joining
         self._last: Running[Any] | None = None
         self._dispatch: Running[Dispatched]
@@ -103,16 +106,24 @@ class _Call:
         self.failure: Exception | None = None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        """The routed and the shared experts' results, both [T, D]."""
-        for stage in ubatch.order():
-            _STEPS[stage](self)
-        out = self._combine.finish(Stage.QKV)
+        """The routed and the shared experts' results, both [T, D].
+
+        Raises:
+            OverlapError: the rank cannot do its part of the layer's collectives, which the others wait for.
+        """
+        try:
+            for stage in ubatch.order():
+                _STEPS[stage](self)
+            out = self._combine.finish(Stage.QKV)
+        except OverlapError:
+            raise
+        except Exception as error:
+            raise cannot_go_on(spans.stage(), error) from error
         ubatch.layer_done()
         return out, self._shared_out
 
     def _send_tokens(self) -> None:
-        spans.begin(Stage.DISPATCH)
-        self._last = self._dispatch = Running(self._layer.transport.prepare(self._x, *self._routed), Stage.DISPATCH)
+        self._last = self._dispatch = Running(self._tokens, Stage.DISPATCH)
 
     def _hand_over(self) -> None:
         if self._last is None:
@@ -128,10 +139,7 @@ class _Call:
 
     def _send_back(self) -> None:
         spans.begin(Stage.COMBINE)
-        try:
-            transfer = self._layer.transport.finalize(self._expert_out, self._handle)
-        except Exception as error:
-            raise cannot_go_on(Stage.COMBINE, error) from error
+        transfer = self._layer.transport.finalize(self._expert_out, self._handle)
         self._last = self._combine = Running(transfer, Stage.COMBINE)
 
     def _compute_shared(self) -> None:

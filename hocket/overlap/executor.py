@@ -10,16 +10,18 @@ from torch import Tensor
 from hocket.dist.record import Record
 from hocket.errors import UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
+from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
+from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
 from hocket.overlap.thread_state import make_baton, thread_setup
-from hocket.trace.spans import Recorder, Stage
+from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
-from hocket.ubatch.transfer import HARD
+from hocket.ubatch.transfer import HARD, cannot_go_on
 
 EXECUTORS = ("greenlet", "thread")
 _GRACE_S = 2.0
@@ -56,7 +58,7 @@ class UBatchExecutor:
             blocks = not lane.has_own_thread and any(layer.transport.launch_blocks for layer in self._layers)
         self.schedules = {phase: schedule.choose(phase, blocks) for phase in schedule.PHASES}
 
-    def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], phase: str = "prefill") -> list[Tensor]:
+    def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], phase: str) -> list[Tensor]:
         """Final hidden states [T, D] of each ubatch, by index. `phase`: one of schedule.PHASES, equal on all ranks.
 
         Raises:
@@ -94,8 +96,7 @@ class UBatchExecutor:
             except Exception:
                 # The other ranks go through all layers of this step: so does this ubatch, without tokens.
                 track.fail()
-                for layer in self._layers[track.layer :]:
-                    layer.join(inputs.layout)
+                self._join(track, inputs.layout)
                 raise
             finally:
                 track.pause()
@@ -104,6 +105,16 @@ class UBatchExecutor:
             return hidden
 
         return body
+
+    def _join(self, track: Track, layout: TokenLayout) -> None:
+        """Take part in the collectives that are left of a step that failed here."""
+        for layer in self._layers[track.layer :]:
+            try:
+                layer.join(layout)
+            except HARD:
+                raise
+            except Exception as error:
+                raise cannot_go_on(track.stage, error) from error
 
     @property
     def holder(self) -> tuple[int, int | None]:
@@ -123,12 +134,13 @@ class UBatchExecutor:
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:
     """Raise what failed, if anything: what ends the group before what ends the step."""
     for outcome in outcomes:
-        if isinstance(outcome.error, HARD):
-            raise outcome.error
+        error = outcome.error
+        if isinstance(error, HARD) or (error is not None and not isinstance(error, Exception)):
+            raise error  # the latter: Ctrl-C and the like
     for context, outcome in zip(contexts, outcomes, strict=True):
         if outcome.error is not None:
             assert context.track.failed is not None
-            layer, stage = context.track.failed
-            cause = f"{type(outcome.error).__name__}: {outcome.error}"
-            where = f"ubatch {context.idx}, sparse layer {layer}, {stage.label}"
-            raise UBatchFailed(f"{where}: {cause}") from outcome.error
+            where = FailedStage(context.idx, *context.track.failed)
+            failed = UBatchFailed(f"{where}: {type(outcome.error).__name__}: {outcome.error}")
+            failed.code = where.code
+            raise failed from outcome.error

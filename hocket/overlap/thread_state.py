@@ -75,4 +75,5 @@ def make_baton(kind: str, size: int, timeout_s: float, device: torch.device) -> 
     """The baton of an executor ("thread" or "greenlet"), with torch's state per thread taken care of."""
     if kind == "thread":
         return ThreadBaton(size, timeout_s, thread_setup(device))
+    assert kind == "greenlet", kind
     return GreenletBaton(size, timeout_s, lambda: ThreadState(device).around)

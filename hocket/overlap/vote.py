@@ -13,6 +13,7 @@ from enum import IntEnum
 from hocket.config.engine import OverlapConfig
 from hocket.errors import StepDesync
 from hocket.overlap.cost import Wish
+from hocket.overlap.failure import FailedStage
 from hocket.overlap.slices import equal_bounds, fitted_bounds, scaled_bounds
 from hocket.scheduler.batch import Batch
 
@@ -31,7 +32,7 @@ class Row(IntEnum):
     COST = 8  # of this rank's batch, where cuts go by cost (`Wish.cost`)
     STEP = 9
     DIGEST = 10
-    ABORT = 11  # 0, or a code: this rank's last step failed, and so it did for all
+    ABORT = 11  # 0, or where this rank's last step failed (`FailedStage.code`), and so it did for all
     UNFINISHED = 12  # requests this rank still has, also when none is in its batch
     ARRIVAL_US = -1  # last, filled by the exchange: the host's monotonic clock; for figures only, never for decisions
 
@@ -88,7 +89,7 @@ class StepPlan:
     any_decodes: bool
     is_idle: bool  # nobody has anything to run now
     is_finished: bool  # nobody has a request left
-    failed: tuple[int, int] | None  # (rank, code) of a rank whose last step failed
+    failed: tuple[int, FailedStage] | None  # a rank whose last step failed, and where
 
     @property
     def num_ubatches(self) -> int:
@@ -149,7 +150,8 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
     most = max(tokens)
     uniform = {column[Row.UNIFORM_QUERY] for column in working}
     uniform_query = uniform.pop() if len(uniform) == 1 else 0
-    failed = next(((rank, c[Row.ABORT]) for rank, c in enumerate(table) if c[Row.ABORT]), None)
+    codes = ((rank, column[Row.ABORT]) for rank, column in enumerate(table))
+    failed = next(((rank, FailedStage.from_code(code)) for rank, code in codes if code), None)
     reason = Reason.STEP_DROPPED if failed else _reason(working, uniform_query, policy)
     split = reason is Reason.SPLIT
     return StepPlan(

@@ -136,3 +136,9 @@ def fail() -> None:
     track = _track.get()
     if track is not None:
         track.fail()
+
+
+def stage() -> Stage:
+    """The stage that the calling ubatch is in; outside of a step the first."""
+    track = _track.get()
+    return Stage.QKV if track is None else track.stage

@@ -167,6 +167,7 @@ class ThreadBaton(Baton):
             seen = self._moves
 
     def hand_over(self, idx: int) -> None:
+        assert idx == self.holder, "only the ubatch whose turn it is hands over"
         after = self._next[idx]
         if after != idx:
             self._give(after)
@@ -224,6 +225,7 @@ class GreenletBaton(Baton):
         return idx
 
     def hand_over(self, idx: int) -> None:
+        assert idx == self.holder, "only the ubatch whose turn it is hands over"
         after = self._next[idx]
         if after != idx:
             self.holder = after

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from hocket.trace import spans
 from hocket.trace.spans import Recorder, Stage, Track
+from hocket.ubatch import guard
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.lanes import Done, Lane, Pending, Work
 
@@ -27,8 +28,9 @@ class UBatchContext:
 
     order: the stages and hand-overs of a sparse layer behind attention. recorder: where its spans go. track: where the
     ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the rest must still happen.
-    comm_ns: time that transfers took, from the start of the send to the end of the receive. exposed_ns: the part of it
-    that compute stood still for. comm_bytes: what this rank sent.
+    comm_ns: time that transfers took, from the start of the send to the end of the receive, each for itself: those that
+    wait for others on the link count that time too. exposed_ns: the part of it that compute stood still for.
+    comm_bytes: what this rank sent.
     """
 
     idx: int
@@ -64,6 +66,13 @@ def enter(context: UBatchContext | None) -> None:
     """Make `context` that of the calling thread or greenlet; None: no ubatch."""
     _current.set(context)
     spans.enter(None if context is None else context.track)
+
+
+def refuse_inside_operator() -> None:
+    """Raise HocketError where the calling ubatch could not hand over: inside a torch operator written in Python."""
+    context = _current.get()
+    if context is not None and context.baton.size > 1:
+        guard.refuse_inside_operator()
 
 
 def order() -> tuple[Stage, ...]:

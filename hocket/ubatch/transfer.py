@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from hocket.errors import OverlapError, RankLost
 from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
-from hocket.ubatch.guard import refuse_inside_operator
 from hocket.ubatch.lanes import Done, Pending, Work
 
 T = TypeVar("T")
@@ -41,8 +40,6 @@ class Running(Generic[T]):
     def __init__(self, transfer: Transfer[T], stage: Stage) -> None:
         self._context = current()
         if self._context is not None:
-            if self._context.baton.size > 1:
-                refuse_inside_operator()
             self._context.run_hooks()
         self._transfer = transfer
         self._stage = stage
@@ -51,9 +48,9 @@ class Running(Generic[T]):
         self._send = self._last = self._launch(transfer.send, "send")
 
     def _launch(self, work: Work, part: str) -> Pending:
-        context, label = self._context, self._stage.label
+        context = self._context
         span = None if context is None else context.track.launched(self._stage, part)
-        pending = launch_of(context, _named(work, label), f"{label} {part}")
+        pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}")
         if context is not None and isinstance(pending, Done):
             context.exposed_ns += pending.stopped_ns - pending.started_ns
         if span is not None:
@@ -88,12 +85,7 @@ class Running(Generic[T]):
             if self._recorded:
                 self._record(arrived)
             context.track.begin(then)
-        try:
-            return self._transfer.result()
-        except HARD:
-            raise
-        except Exception as error:
-            raise cannot_go_on(self._stage, error) from error
+        return self._transfer.result()
 
     def _record(self, arrived_ns: int) -> None:
         """Fill in what is known now of the spans on the comm lane."""
@@ -106,26 +98,32 @@ class Running(Generic[T]):
 
 
 def cannot_go_on(stage: Stage, error: Exception) -> OverlapError:
-    """What ends the group where this rank can no longer do its part of a layer's collectives."""
+    """What ends the group where this rank can no longer do its part of a layer's collectives: no peer is to blame, but
+    none of them can go on either."""
     return OverlapError(f"{stage.label} failed: {type(error).__name__}: {error}")
 
 
-def _named(work: Work, name: str) -> Work:
-    """`work` whose failure is that of a collective: another rank is gone or late, and this one cannot go on."""
+def _named(work: Work, stage: Stage) -> Work:
+    """`work` whose failure ends the group: where the process group reports it, another rank is gone or late."""
 
     def run() -> None:
         try:
             work()
         except HARD:
             raise
-        except RuntimeError as error:
-            raise RankLost(f"a rank is late or gone: {name} failed: {_first_sentence(error)}") from error
-        except Exception as error:  # no peer is to blame, but none of them can go on either
-            raise OverlapError(f"{name} failed: {type(error).__name__}: {error}") from error
+        except Exception as error:
+            if not _is_of_group(error):
+                raise cannot_go_on(stage, error) from error
+            raise RankLost(f"a rank is late or gone: {stage.label} failed: {_first_sentence(error)}") from error
 
     return run
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def _is_of_group(error: Exception) -> bool:
+    """Whether torch.distributed says that it could not reach the others: by its own classes, or gloo in plain words."""
+    return type(error).__name__.startswith("Dist") or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _first_sentence(error: Exception) -> str:
     """What torch says went wrong, without the place in its sources before it and the advice after it."""
     return re.sub(r"^\[\S+\] ", "", str(error)).split(". ")[0]

@@ -29,6 +29,7 @@ LAYERS = [
         "hocket.overlap.veto",
         "hocket.overlap.slices",
         "hocket.overlap.cost",
+        "hocket.overlap.failure",
         "hocket.overlap.schedule",
     ),
     ("hocket.scheduler",),

@@ -108,11 +108,11 @@ def measure(env: RankEnv, kind: str, schedule: Schedule) -> list[tuple[float, fl
         halves = split_inputs(whole, cut_batch([NUM_TOKENS], equal_bounds(NUM_TOKENS, 2)))
         for _ in range(REPEATS):
             started = time.perf_counter()
-            executor.run((whole,), [])
+            executor.run((whole,), [], "prefill")
             unsplit = time.perf_counter() - started
             executor.recorder = Recorder()
             started = time.perf_counter()
-            executor.run(halves, [])
+            executor.run(halves, [], "prefill")
             split = time.perf_counter() - started
             figures = comm_figures(executor.recorder.spans)
             executor.recorder = None

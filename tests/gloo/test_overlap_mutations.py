@@ -80,7 +80,6 @@ EXPECTATIONS: dict[str, Expectation] = {
     "padding rows kept": Expectation(HocketError, config=GATHER),
     "receive run twice on one rank": ERROR,
     "receive never run": ERROR,
-    "receive left to the ubatch it belongs to": ERROR,
 }
 
 

@@ -12,6 +12,7 @@ import torch
 
 from hocket.overlap.executor import EXECUTORS
 from hocket.overlap.thread_state import make_baton
+from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.context import UBatchContext
@@ -56,6 +57,11 @@ def expected(programs: list[list[Op]]) -> list[Event]:
     while alive:
         me = alive[at]
         if owed[me] is not None:
+            receive = ("recv", *owed[me][1:])  # type: ignore[index]
+            for hooks in waiting:
+                if receive in hooks:  # nobody has launched it, and now it is needed
+                    hooks.remove(receive)
+                    log.append(receive)
             log.append(owed[me])  # type: ignore[arg-type]
             owed[me] = None
         hands_over = False
@@ -125,9 +131,9 @@ def really(baton: Baton, programs: list[list[Op]]) -> tuple[list[Event], list[An
         if op.kind == TRANSFER:
             receive = note("recv", idx, number) if op.has_receive else None
             transfer = Transfer(note("send", idx, number), note("result", idx, number), int, receive)
-            running = Running(transfer, "dispatch")
+            running = Running(transfer, Stage.DISPATCH)
             running.hand_over()
-            running.finish()
+            running.finish(Stage.EXPERTS)
         else:
             ubatch.hand_over(note("hook", idx, number) if op.kind == LEAVE_HOOK else None)
 

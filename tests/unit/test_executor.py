@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.model import ModelConfig
 from hocket.dist.mesh import Mesh
-from hocket.errors import RankLost, UBatchFailed
+from hocket.errors import OverlapError, RankLost, UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import load_weights
 from hocket.models.registry import build_model
@@ -26,6 +26,7 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
+from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST, Schedule
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
 from hocket.ubatch.context import current
@@ -50,7 +51,7 @@ class CountingTransport(Transport):
     def _counted(self, transfer: Transfer[Any], name: str) -> Transfer[Any]:
         def send() -> None:
             if sum(self.sent.values()) == self.fail_at:
-                raise RuntimeError("connection closed by peer")
+                raise RuntimeError("[gloo/transport/tcp/pair.cc:544] Connection closed by peer")
             self.sent[name] += 1
             transfer.send()
 
@@ -92,7 +93,7 @@ class Bench:
     def run(self, executor: UBatchExecutor, n: int) -> Tensor:
         cache = allocate_kv_caches(self.config, 16, BLOCK, torch.float32, CPU)
         with torch.inference_mode():
-            return join(executor.run(self.inputs(n), cache))
+            return join(executor.run(self.inputs(n), cache, "prefill"))
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +144,17 @@ class Raises(nn.Module):
 @pytest.mark.parametrize("stage", ["attention", "router", "experts", "shared_experts"])
 @pytest.mark.parametrize("in_ubatch", [0, 1])
 @pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("schedule", [LAUNCH_FIRST, HAND_OVER_FIRST], ids=["launch", "hand"])
 def test_a_failure_in_any_stage_ends_one_ubatch_only(
-    bench: Bench, executor: tuple[UBatchExecutor, int], stage: str, in_ubatch: int, layer: int
+    bench: Bench,
+    executor: tuple[UBatchExecutor, int],
+    stage: str,
+    in_ubatch: int,
+    layer: int,
+    schedule: Schedule,
 ) -> None:
     run, n = executor
+    run.schedules["prefill"] = schedule
     whole = bench.run(run, 1)
     label = {"experts": "experts", "shared_experts": "shared experts"}.get(stage, "attention or router")
     label = "qkv projection" if stage == "attention" else label
@@ -170,13 +178,73 @@ def test_a_failure_in_any_stage_ends_one_ubatch_only(
         torch.testing.assert_close(bench.run(run, count), whole, atol=1e-5, rtol=0)
 
 
+class PrepareFails(Transport):
+    """A counting transport whose `prepare` or `finalize` raises in ubatch 1."""
+
+    name = "failing"
+    requires_padding = False
+
+    def __init__(self, inner: CountingTransport, where: str) -> None:
+        self.inner, self.where = inner, where
+
+    def _maybe_fail(self, where: str) -> None:
+        context = current()
+        if context is not None and context.idx == 1 and self.where == where:
+            raise ValueError("planted")
+
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+        if len(x):  # not where the ubatch only takes part
+            self._maybe_fail("prepare")
+        self._maybe_fail("join")
+        return self.inner.prepare(x, topk_ids, topk_weights, layout)
+
+    def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
+        self._maybe_fail("finalize")
+        return self.inner.finalize(expert_out, handle)
+
+
+@pytest.mark.parametrize("schedule", [LAUNCH_FIRST, HAND_OVER_FIRST], ids=["launch", "hand"])
+@pytest.mark.parametrize("where", ["prepare", "finalize", "join"])
+def test_failures_of_a_transport_itself(
+    bench: Bench, executor: tuple[UBatchExecutor, int], schedule: Schedule, where: str
+) -> None:
+    """Before anything was sent the ubatch goes on without tokens; after that nobody can go on."""
+    run, n = executor
+    run.schedules["prefill"] = schedule
+    layer = bench.layers[1]
+    failing = PrepareFails(bench.transport, where)
+    expected = UBatchFailed if where == "prepare" else OverlapError
+    layer.transport = failing
+    try:
+        with pytest.raises(expected, match=r"planted") as caught:
+            bench.run(run, n)
+        assert type(caught.value) is expected
+        if where == "prepare":
+            assert "ubatch 1, sparse layer 1, dispatch" in str(caught.value)
+            assert dict(bench.transport.sent) == dict.fromkeys(("dispatch", "combine"), n * len(bench.layers))
+    finally:
+        layer.transport = bench.transport
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_ctrl_c_in_a_ubatch_is_passed_on(bench: Bench, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    run = UBatchExecutor(bench.model, kind, 2, 10.0, CPU)
+    monkeypatch.setattr(bench.layers[1].experts, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(run, 2)
+    run.close()
+
+
 def test_a_broken_collective_ends_the_step_at_once(bench: Bench) -> None:
     for kind in EXECUTORS:
         for fail_at in (0, 1, 2, 5):
             run = UBatchExecutor(bench.model, kind, 2, 10.0, CPU)
             bench.transport.sent.clear()
             bench.transport.fail_at = fail_at
-            with pytest.raises(RankLost, match="connection closed by peer"):
+            with pytest.raises(RankLost, match=r"a rank is late or gone: .* failed: Connection closed by peer"):
                 bench.run(run, 2)
             assert sum(bench.transport.sent.values()) == fail_at, "nothing is sent after the lane broke"
             bench.transport.fail_at = -1

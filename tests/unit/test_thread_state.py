@@ -134,6 +134,7 @@ from hocket.ubatch.lanes import InlineLane
 from hocket.ubatch.transfer import Running, Transfer
 
 def transfer(x):
+    ubatch.refuse_inside_operator()
     running = Running(Transfer(lambda: None, lambda: x + 1, lambda: 0), Stage.DISPATCH)
     running.hand_over()
     return running.finish(Stage.EXPERTS)

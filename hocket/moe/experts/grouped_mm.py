@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.moe.base import check_ids
+from hocket.moe.base import check_ids, is_on_host
 from hocket.moe.experts.base import Experts, silu_and_mul
 
 STRIDE_BYTES = 16
@@ -59,6 +59,6 @@ class GroupedMMExperts(Experts):
         flat = local_ids.flatten()
         expert, pairs = torch.where(flat < 0, num_experts, flat).sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=flat.device), right=True, out_int32=True)
-        if flat.device.type == "cpu":
+        if is_on_host(flat):
             return pairs[: int(ends[-1])], ends, None
         return pairs, ends, expert == num_experts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.dist import collectives
 from hocket.errors import CapacityError
-from hocket.moe.base import DROPPED, TokenLayout, check_ids
+from hocket.moe.base import DROPPED, TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
 from hocket.moe.transport.rows import RowFormat
@@ -63,7 +63,7 @@ class AllGatherReduceScatterTransport(Transport):
         received = sent.new_empty(self._num_ranks * padded, rows.row_bytes)
 
         def result() -> Dispatched:
-            if padded and received.device.type == "cpu":  # elsewhere a look would stop the host
+            if padded and is_on_host(received):
                 check_numbers(number, rows.numbers(received)[::padded].tolist())
             all_x, all_ids, all_weights = rows.unpack(received)
             return Dispatched(all_x, self._local_id_of[all_ids], all_weights, GatherHandle(num_rows, padded))
