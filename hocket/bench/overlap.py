@@ -191,7 +191,8 @@ def _print(row: dict[str, Any]) -> None:
         one = row[name]
         print(
             f"{label:>12}: {_range(one['tokens_per_s'], 0)} tokens/s, step {_range(one['step_ms'])} ms, "
-            f"split {one['split']}/{one['steps']} steps, exposed comm {_range(one['exposed_ms'])} ms/step"
+            f"split {one['split']}/{one['steps']} steps, "
+            f"exposed comm {_range(one['exposed_ms'])} of {one['comm_ms']['median']:,.1f} ms/step"
         )
     print(f"step with overlap / step without: {_range(row['step_ratio'], 2)}")
     print(f"same tokens: {'yes' if row['same_tokens'] else 'NO'}")

@@ -156,13 +156,21 @@ def _smallest_kept(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return largest.gather(1, kept[:, None] - 1).squeeze(1)
 
 
+def _logsumexp(x: Tensor) -> Tensor:
+    """log Σ exp over the last axis of fp32 [R, W]: a row's result does not depend on how many there are.
+
+    (torch's own does with several threads and more than 32,768 columns; its log_softmax does not.)
+    """
+    return x.amax(dim=-1) - x.log_softmax(dim=-1).amax(dim=-1)
+
+
 def _num_kept(logits: Tensor, largest: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """How many of the `largest` logits (fp32 [R, W], descending) stay, at least 1: int64 [R]."""
     within = torch.arange(largest.shape[1], device=largest.device) < top_k[:, None]
     total = torch.where(
         top_k < logits.shape[1],
-        largest.masked_fill(~within, -math.inf).logsumexp(dim=-1),
-        logits.logsumexp(dim=-1),
+        _logsumexp(largest.masked_fill(~within, -math.inf)),
+        _logsumexp(logits),
     )
     probs = (largest - total[:, None]).exp()
     before = probs.cumsum(dim=-1) - probs

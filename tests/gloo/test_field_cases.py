@@ -54,13 +54,15 @@ def test_r001_a_prefix_written_and_read_in_one_step(groups: Groups, checkpoints:
             prefix = [(token + 1) % 500 + 3 for token in prefix]  # another one, not yet cached
 
 
-def test_r007_first_token_logprobs(groups: Groups, checkpoints: Checkpoints) -> None:
+def test_r007_first_token_logprobs(groups: Groups, checkpoints: Checkpoints, overlap: Mode) -> None:
     path = checkpoints("qwen3")
     given = prompts(path, (16, 31, 38, 300))
     found = []
-    for num_ranks in (1, 2):
-        with groups.llm(path, num_ranks) as llm:
+    for num_ranks, options in ((1, {}), (2, overlap.options)):
+        with groups.llm(path, num_ranks, **options) as llm:
             results = llm.generate(given, greedy(1, logprobs=1))
+            if num_ranks == 2:
+                overlap.check(settled_stats(llm), least=1)
         assert_right(path, results)
         found.append(results)
     for one, two in zip(*found, strict=True):

@@ -130,8 +130,14 @@ def test_ctrl_c_in_the_command_line(checkpoints: Callable[..., Path], tmp_path: 
     command = [sys.executable, "-m", "hocket.cli.main", "generate", "--model", str(checkpoints("v2"))]
     command += ["--skip-tokenizer-init", "--prompt-token-ids", "5,6", "--max-tokens", "500", "--ignore-eos"]
     command += ["--n", "64", "--temperature", "1", "--data-parallel-size", "2", "--enable-expert-parallel"]
+    # Tests that run in the background have Ctrl-C ignored, which programs inherit.
     process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        ["env", "--default-signal=INT", *command],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
     assert process.stderr is not None
     assert "ready in" in process.stderr.readline()

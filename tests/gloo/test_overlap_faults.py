@@ -227,8 +227,7 @@ def test_compute_that_never_ends_without_overlap(checkpoints: Checkpoints, tmp_p
 @pytest.mark.parametrize("transport", ["torch", "allgather_reducescatter"])
 @pytest.mark.parametrize("place", ["layer", "combine-send"])
 def test_a_rank_that_skips_a_transfer(checkpoints: Checkpoints, tmp_path: Path, transport: str, place: str) -> None:
-    with planted_ranks(2, checkpoints("v2"), tmp_path) as planted, planted.llm(all2all_backend=transport) as llm:
+    with planted_ranks(3, checkpoints("v2"), tmp_path) as planted, planted.llm(all2all_backend=transport) as llm:
         message = fails(planted, llm, OverlapError, f"1 1 {place} skip")
-        who, _, _ = message.partition(" (rank 0: step ")
-        assert re.search(r"\brank (0, )?1\b", who), message
-        assert_says_where_all_are(message, 2)
+        assert re.match(r"rank 1 (is out of step|took one transfer for another|ended unexpectedly)", message), message
+        assert_says_where_all_are(message, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sampling_reference import FILTERS, VOCAB, make, reference_filter, reference_process, some_logits
 
-from hocket.worker.logits import banned_ids, filter_logits, process_logits
+from hocket.worker.logits import _logsumexp, banned_ids, filter_logits, process_logits
 from hocket.worker.sampler import Sampler
 
 FEATURES: list[dict[str, Any]] = [
@@ -97,3 +97,16 @@ def test_top_p_over_more_tokens_than_looked_at_first() -> None:
     for row, new, request in zip(logits.tolist(), filtered, requests, strict=True):
         expected = reference_filter(row, request.params)
         assert abs(sum(expected) - int((new > -math.inf).sum())) <= 1
+
+
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_what_top_p_sums_depends_on_no_other_row(threads: int) -> None:
+    """Wide rows and several threads: there torch's logsumexp sums a row otherwise where there are few."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 50_257)
+    alone = torch.cat([row[None].logsumexp(dim=-1) for row in x])
+    assert any(not torch.equal(x[:n].logsumexp(dim=-1), alone[:n]) for n in (2, 5, 16, 33, 64)), "the control"
+    expected = torch.cat([_logsumexp(row[None]) for row in x])
+    torch.testing.assert_close(expected, alone)
+    for n in (1, 2, 3, 5, 16, 33, 64):
+        assert torch.equal(_logsumexp(x[:n]), expected[:n])
