@@ -35,7 +35,7 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
-from hocket.dist.record import Records, Whereabouts, apart, behind, described
+from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere
 from hocket.errors import HocketError, RankLost, StepDesync
 
 OnProgress = Callable[[str, int, int], None]
@@ -193,7 +193,7 @@ class RankGroup:
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
         """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step."""
         how = f"rank {rank} ended unexpectedly ({_how_ended(code)})"
-        if code == -signal.SIGABRT and (odd := apart(found)):
+        if code == -signal.SIGABRT and (odd := apart(found) or elsewhere(found, rank)):
             return StepDesync(f"rank {_listed(odd)} took one transfer for another; {how}")
         return RankLost(how)
 

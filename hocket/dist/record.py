@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,10 +109,22 @@ def behind(found: dict[int, Whereabouts]) -> set[int]:
 
 
 def apart(found: dict[int, Whereabouts]) -> set[int]:
-    """Ranks in another transfer than most: their messages are taken for others. All, where no side has more."""
-    places = {rank: (where.transfers, where.name) for rank, where in found.items()}
-    counts = Counter(places.values()).most_common()
-    if len(counts) < 2:
+    """Ranks out of step with most: their messages are taken for others. All that may be, where no side has more."""
+    groups = {frozenset(rank for rank, where in found.items() if _in_step(one, where)) for one in found.values()}
+    most = max(map(len, groups), default=0)
+    return set().union(*(found.keys() - group for group in groups if len(group) == most))
+
+
+def elsewhere(found: dict[int, Whereabouts], rank: int) -> set[int]:
+    """Where `rank` got a message it did not wait for, those that may be out of step: the fewer in one transfer."""
+    here = {other for other, where in found.items() if rank in found and where.transfers == found[rank].transfers}
+    others = found.keys() - here if here else set()
+    if not others:
         return set()
-    common = counts[0][0] if counts[0][1] > counts[1][1] else None
-    return {rank for rank, place in places.items() if place != common}
+    return here if len(here) < len(others) else others | {rank}
+
+
+def _in_step(one: Whereabouts, other: Whereabouts) -> bool:
+    """Every transfer needs all ranks, so they are at the same one or at two that follow each other."""
+    distance = abs(one.transfers - other.transfers)
+    return distance <= 1 and (one.name == other.name) == (distance == 0)

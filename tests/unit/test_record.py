@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from hocket.dist.exchange import Recorded, SoloExchange
-from hocket.dist.record import COMPUTES, IN_EXCHANGE, RESTS, Record, Records, Whereabouts, apart, behind, described
+from hocket.dist.record import (
+    COMPUTES,
+    IN_EXCHANGE,
+    RESTS,
+    Record,
+    Records,
+    Whereabouts,
+    apart,
+    behind,
+    described,
+    elsewhere,
+)
 from hocket.dist.watchdog import Watchdog
 from hocket.errors import RankLost
 from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
@@ -45,6 +56,14 @@ def test_who_is_behind_and_who_is_elsewhere() -> None:
     assert apart({0: where(5), 1: where(5), 2: where(5, "ub0 combine send")}) == {2}
     assert apart({0: where(5), 1: where(5, "ub0 combine send")}) == {0, 1}
     assert apart({0: where(5), 1: where(5)}) == set()
+    # One that goes on is at the next transfer; one that has left a transfer out is at the same by another number.
+    ahead = {0: where(82, "ub1 dispatch send"), 1: where(82, "ub0 combine send"), 2: where(83, "ub0 combine send")}
+    assert apart(ahead) == {1}
+    assert elsewhere(ahead, 0) == {0, 2}
+    assert elsewhere(ahead, 2) == {2}
+    assert elsewhere(ahead, 3) == elsewhere({0: where(1), 1: where(1)}, 0) == set()
+    assert apart({0: where(76, "b"), 1: where(78, "d"), 2: where(76, "b")}) == {1}
+    assert apart({0: where(82, "ub1 dispatch send"), 1: where(83, "ub0 combine send")}) == set()
 
 
 @pytest.mark.parametrize("kind", [InlineLane, WorkerLane])
