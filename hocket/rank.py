@@ -141,9 +141,12 @@ class RankProcess:
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early
         self.lock_step = config.parallel.enable_expert_parallel
+        device = self.world.place.device(config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         mesh = self.world.mesh(
             expert_parallel=self.lock_step,
-            device=torch.device(config.device),
+            device=device,
             step_timeout_s=config.step_timeout_s,
         )
         exchange = self.world.exchange(

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from hocket.config.backends import ATTENTION, EXPERTS
+from hocket.config.devices import DEVICES
 from hocket.config.harmless import without_harmless
 from hocket.errors import ConfigError
 
@@ -174,7 +175,12 @@ class Options:
         most=2**63 - 1,
     )
 
-    device: str = _option("auto", help="where to run", group="Backends", choices=("auto", "cpu"))
+    device: str = _option(
+        "auto",
+        help="where to run; auto: on the GPUs where there are any, one for each rank",
+        group="Backends",
+        choices=("auto", *DEVICES),
+    )
     attention_backend: str = _option("auto", help="attention kernels", group="Backends", choices=("auto", *ATTENTION))
     moe_backend: str = _option("auto", help="expert kernels", group="Backends", choices=("auto", *EXPERTS))
     deterministic: bool = _option(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hocket.config.backends import ATTENTION, EXPERTS, TRANSPORTS, check_invariant
+from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
     EmulatedLink,
@@ -39,7 +41,7 @@ def resolve(options: Options) -> EngineConfig:
     folder = model_folder(options.model)
     model = ModelConfig.from_pretrained(folder)
     _refuse_unsupported(options)
-    device = "cpu" if options.device == "auto" else options.device
+    device = _device(options)
     parallel = _parallel(options, model.moe.top_k)
     attention, experts = _backends(options, model, parallel.all2all_backend)
     return EngineConfig(
@@ -71,6 +73,39 @@ def _refuse_unsupported(options: Options) -> None:
         size = getattr(options, field)
         if size > 1:
             raise ConfigError(field, size, "1; use data_parallel_size with enable_expert_parallel to use more devices")
+
+
+def _device(options: Options) -> str:
+    """The device, with enough of them for the ranks of this host, and nothing asked of it that it cannot do yet."""
+    found = num_gpus()
+    device = options.device
+    if device == "auto":
+        device = "cuda" if found else "cpu"
+    if device == "cpu":
+        return device
+    if found == 0:
+        raise ConfigError("device", "cuda", "cpu (there is no NVIDIA GPU here, or the installed torch has no CUDA)")
+    if options.data_parallel_size > found and not _several_hosts():
+        allowed = f"at most {found}, the GPUs of this host (or device cpu)"
+        raise ConfigError("data_parallel_size", options.data_parallel_size, allowed)
+    if options.deterministic:
+        raise ConfigError("deterministic", True, "false on cuda (no backend is batch-invariant there), or device cpu")
+    asked = {
+        "enable_dbo": options.enable_dbo,
+        "ubatch_size": options.ubatch_size,
+        FORCE_SPLIT.name: FORCE_SPLIT.get_int(0),
+    }
+    for field, value in asked.items():
+        if value > 1 or value is True:
+            raise ConfigError(field, value, "off on cuda, where overlap is not built yet (or device cpu)")
+    if options.emulate_link_gb_per_s is not None:
+        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "nothing on cuda (or device cpu)")
+    return device
+
+
+def _several_hosts() -> bool:
+    """Whether torchrun's ranks are on more hosts than this one."""
+    return os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1")
 
 
 def _dtype(options: Options, model: ModelConfig, device: str) -> str:

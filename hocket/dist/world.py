@@ -18,7 +18,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from hocket.dist.exchange import Hub, Leaf, Recorded, SoloExchange, StepExchange, listen
 from hocket.dist.mesh import Mesh
 from hocket.dist.record import Record, Records
-from hocket.errors import RankLost
+from hocket.errors import HocketError, RankLost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,19 @@ class Place:
     node: int
     node_ranks: tuple[int, ...]
     store_path: str | None = None
+
+    def device(self, kind: str) -> torch.device:
+        """This rank's device of a kind: the GPU with the number that the rank has on its host, or the CPU.
+
+        Raises:
+            HocketError: torch finds no such GPU.
+        """
+        if kind == "cpu":
+            return torch.device(kind)
+        number, found = self.rank - self.node_ranks[0], torch.cuda.device_count()
+        if number >= found:
+            raise HocketError(f"rank {self.rank} needs GPU {number} of its host, and torch finds {found}")
+        return torch.device(kind, number)
 
     @classmethod
     def spawned(cls, rank: int, world_size: int, store_path: str) -> Place:
@@ -64,7 +77,7 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.store = self._open_store()
-        self._ep_groups: dict[float, dist.ProcessGroup] = {}
+        self._ep_groups: dict[tuple[str, float], dist.ProcessGroup] = {}
         self._num_exchanges = 0
         self.record = Record()
         if place.store_path is not None:
@@ -98,10 +111,12 @@ class World:
         place = self.place
         group = None
         if expert_parallel and place.world_size > 1:
-            if step_timeout_s not in self._ep_groups:
+            key = device.type, step_timeout_s
+            if key not in self._ep_groups:
                 limit = datetime.timedelta(seconds=step_timeout_s)
-                self._ep_groups[step_timeout_s] = dist.new_group(backend="gloo", timeout=limit)
-            group = self._ep_groups[step_timeout_s]
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                self._ep_groups[key] = dist.new_group(backend=backend, timeout=limit)
+            group = self._ep_groups[key]
         return Mesh(
             rank=place.rank,
             world_size=place.world_size,

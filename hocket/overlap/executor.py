@@ -15,12 +15,12 @@ from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
-from hocket.overlap.thread_state import make_baton, thread_setup
+from hocket.overlap.thread_state import inline_lane, make_baton, thread_setup
 from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
-from hocket.ubatch.lanes import InlineLane, Lane, WorkerLane
+from hocket.ubatch.lanes import Lane, WorkerLane
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 EXECUTORS = ("greenlet", "thread")
@@ -48,7 +48,7 @@ class UBatchExecutor:
         self.recorder: Recorder | None = None
         self._model = model
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-        self._solo: tuple[Baton, Lane] = (SoloBaton(), InlineLane(record))
+        self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
         blocks = False
         if size > 1:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled
 
+from hocket.dist.record import Record
 from hocket.ubatch.baton import Baton, GreenletBaton, ThreadBaton
-from hocket.ubatch.lanes import Setup
+from hocket.ubatch.lanes import InlineLane, Lane, Setup
 
 Switch = Callable[[], object]
 
@@ -69,6 +70,11 @@ def thread_setup(device: torch.device) -> Setup:
             yield
 
     return setup
+
+
+def inline_lane(device: torch.device, record: Record | None) -> Lane:
+    """The lane of unsplit steps. On a GPU transfers only join its queue."""
+    return InlineLane(record, launches=device.type == "cuda")
 
 
 def make_baton(kind: str, size: int, timeout_s: float, device: torch.device) -> Baton:

@@ -44,6 +44,19 @@ class Done(Pending):
         return None
 
 
+class Queued(Pending):
+    """Work that was launched on the caller's own stream of a device: what comes later there waits for it by itself.
+
+    When it runs is not known to the host, so it has no times.
+    """
+
+    def __init__(self, work: Work) -> None:
+        work()
+
+    def wait(self) -> None:
+        return None
+
+
 class Lane(ABC):
     """Runs work in the order it was launched."""
 
@@ -59,18 +72,19 @@ class Lane(ABC):
 
 
 class InlineLane(Lane):
-    """No lane of its own: work runs at once, in the caller."""
+    """No lane of its own: work runs at once, in the caller; where `launches`, it only puts it on the device's queue."""
 
     has_own_thread = False
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: Record | None = None, *, launches: bool = False) -> None:
         self._record = record or Record()
+        self._run: type[Done] | type[Queued] = Queued if launches else Done
 
     def launch(self, work: Work, name: str) -> Pending:
         self._record.begin_transfer(name)
-        done = Done(work)
+        pending = self._run(work)
         self._record.end_transfer()
-        return done
+        return pending
 
     def close(self) -> None:
         return None

@@ -29,6 +29,7 @@ from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 from hocket.worker.inputs import build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
+from hocket.worker.profile import step_bytes
 from hocket.worker.sampler import Sampler, prompt_logprobs
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Runner:
     def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress) -> None:
         self.config = config
         self.mesh = mesh
-        if mesh.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(mesh.node_ranks)))
         dtype = getattr(torch, config.dtype)
         placement = ExpertPlacement(
@@ -67,7 +68,7 @@ class Runner:
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
         block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
-        self.num_blocks = num_cache_blocks(config, block_bytes, available_bytes(mesh.device), len(mesh.node_ranks))
+        self.num_blocks = num_cache_blocks(config, block_bytes, self._free_bytes(), self._ranks_per_device())
         self.cache_bytes = self.num_blocks * block_bytes
         self.kv_caches = allocate_kv_caches(config.model, self.num_blocks, config.cache.block_size, dtype, mesh.device)
         overlap = config.overlap
@@ -83,6 +84,18 @@ class Runner:
         return load_weights(
             self.model, self.config.model_path, on_progress=lambda done, total: on_progress("load", done, total)
         )
+
+    def _free_bytes(self) -> int:
+        """What the KV cache may take a share of: on a GPU what the largest step leaves."""
+        device = self.mesh.device
+        if device.type == "cpu":
+            return available_bytes(device)
+        needed = step_bytes(self.model, self.config, device)
+        torch.cuda.empty_cache()
+        return available_bytes(device) - needed
+
+    def _ranks_per_device(self) -> int:
+        return len(self.mesh.node_ranks) if self.mesh.device.type == "cpu" else 1
 
     def prepare(self, batch: Batch, plan: StepPlan) -> tuple[UBatchInputs, ...]:
         """The model's input for `batch`, one part per ubatch of `plan`."""
