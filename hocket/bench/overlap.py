@@ -81,7 +81,7 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
         "compute_ms": compute_us / 1e3,
         "link_ms": (step_bytes / gb_per_s / 1e3 + latency_us) / 1e3,
         "bytes_per_step": step_bytes,
-        "step_ratio": spread([b["step_ms"] / a["step_ms"] for a, b in zip(runs["off"], runs["on"], strict=True)]),
+        "step_ratio": _ratio(runs),
         "same_tokens": len({str(one["token_ids"]) for ones in runs.values() for one in ones}) == 1,
         **{name: _summary(ones) for name, ones in runs.items()},
     }
@@ -170,6 +170,13 @@ def _one_run(llm: LLM, work: Workload, seed: int) -> dict[str, Any]:
     }
 
 
+def _ratio(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float] | None:
+    """A step with overlap over one without, run by run; None where some step was not split: nothing is compared."""
+    if any(one["split"] < one["steps"] for one in runs["on"]):
+        return None
+    return spread([on["step_ms"] / off["step_ms"] for off, on in zip(runs["off"], runs["on"], strict=True)])
+
+
 def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("tokens_per_s", "step_ms", "comm_ms", "exposed_ms")
     return {name: spread([one[name] for one in runs]) for name in names} | {
@@ -194,7 +201,10 @@ def _print(row: dict[str, Any]) -> None:
             f"split {one['split']}/{one['steps']} steps, "
             f"exposed comm {_range(one['exposed_ms'])} of {one['comm_ms']['median']:,.1f} ms/step"
         )
-    print(f"step with overlap / step without: {_range(row['step_ratio'], 2)}")
+    if row["step_ratio"] is None:
+        print("no comparison: not all steps were split; see --prompt-len and --dbo-prefill-token-threshold")
+    else:
+        print(f"step with overlap / step without: {_range(row['step_ratio'], 2)}")
     print(f"same tokens: {'yes' if row['same_tokens'] else 'NO'}")
 
 

@@ -11,6 +11,7 @@ import typer
 from hocket.cli.options import engine_options
 from hocket.config.engine import EngineConfig
 from hocket.config.options import MAX_TOKENS, Options
+from hocket.envs import FORCE_SPLIT
 from hocket.overlap import schedule, vote
 from hocket.overlap.schedule import Launch, Schedule
 from hocket.overlap.vote import Row
@@ -61,6 +62,7 @@ def describe(config: EngineConfig) -> dict[str, Any]:
         "transport": parallel.all2all_backend,
         "emulated_link": None if link is None else {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us},
         "num_ubatches": overlap.num_ubatches,
+        "is_forced": overlap.force_split,
     }
     if overlap.num_ubatches > 1:
         found |= {
@@ -157,11 +159,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
     if found["num_ubatches"] == 1:
         return [*lines, "overlap    off: every step runs whole (--enable-dbo splits steps in two ubatches)"]
-    lines.append(f"overlap    {found['num_ubatches']} ubatches take turns ({found['executor']})")
+    forced = f", every step: {FORCE_SPLIT.name} is set" if found["is_forced"] else ""
+    lines.append(f"overlap    {found['num_ubatches']} ubatches take turns ({found['executor']}){forced}")
     for phase, runs in found["splits"].items():
-        what = "steps of decodes only" if phase == "decode" else "all other steps      "
+        what = "steps of decodes only   " if phase == "decode" else "steps with prompt tokens"
         sizes = ", ".join(f"{run['tokens'][0]}–{run['tokens'][1]}: {run['reason']}" for run in runs)
         lines.append(f"  {what}  tokens per rank {sizes}")
+    if not any(run["reason"] == "split" for runs in found["splits"].values() for run in runs):
+        how = "lower the thresholds, or raise --max-num-batched-tokens or --max-num-seqs"
+        return [*lines, f"  no step can be split: {how}"]
     for name, phases in _by_schedule(found["schedules"]).items():
         lines += ["", f"one sparse layer in {' and '.join(phases)} ({name})", *_picture(found["schedules"][phases[0]])]
     lines += ["", "A0 qkv projection, A1 attention and router, D dispatch, M experts, C combine, S shared experts;"]

@@ -185,7 +185,8 @@ class Options:
     moe_backend: str = _option("auto", help="expert kernels", group="Backends", choices=("auto", *EXPERTS))
     deterministic: bool = _option(
         False,
-        help="bit-equal tokens and log-probabilities whatever shares the batch and however it is cut; slower",
+        help="bit-equal tokens and log-probabilities whatever shares the batch and however it is cut, for one number "
+        "of ranks and one placement of the experts; slower",
         group="Backends",
     )
     enforce_eager: bool = _option(False, help="never capture CUDA graphs (on a CPU there are none)", group="Backends")

@@ -175,7 +175,7 @@ def _overlap(options: Options) -> OverlapConfig:
         raise ConfigError(field, getattr(options, field), needs)
     if num_ubatches > 1:
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
-            if getattr(options, name) < num_ubatches:
+            if getattr(options, name) < num_ubatches and forced < 2:
                 raise ConfigError(name, getattr(options, name), f"at least {num_ubatches}, the number of ubatches")
     # `hocket bench handover`: 0.5 to 1 µs with greenlets, 10 to 40 µs with threads; a step makes four per sparse layer.
     executor = "greenlet" if options.ubatch_executor == "auto" else options.ubatch_executor

@@ -114,7 +114,7 @@ class VainWatch:
             for kind, (name, threshold) in self._thresholds.items()
             if kind in kinds and Reason.BELOW_THRESHOLD.label in self._unsplit[kind]
         ]
-        return f"{', '.join(found)}; lower it if a split pays there, send more at once, or leave overlap off"
+        return f"{', '.join(found)}; send more at once, lower the threshold if a split pays there, or leave overlap off"
 
 
 def step_line(record: StepRecord) -> str:

@@ -66,3 +66,10 @@ def test_overlap_that_cannot_be_off_is_refused() -> None:
     code, _, err = bench(HOCKET_FORCE_SPLIT="2")
     assert code == 2
     assert err.startswith("hocket: ConfigError: HOCKET_FORCE_SPLIT")
+
+
+def test_where_steps_are_not_split_nothing_is_compared() -> None:
+    code, out, _ = bench("--dbo-prefill-token-threshold", "5000")
+    assert code == 0
+    assert row_of(out)["step_ratio"] is None
+    assert "no comparison: not all steps were split" in out

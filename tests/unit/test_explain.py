@@ -70,3 +70,12 @@ def test_command() -> None:
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
     assert "enable_dbo" in wrong.stderr
+
+
+def test_what_never_splits_is_said_and_who_forces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo"]
+    never = run(*flags, "--max-num-batched-tokens", "100", "--max-num-seqs", "10")
+    assert "no step can be split: lower the thresholds" in never.stdout
+    assert "launched" not in never.stdout
+    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")
+    assert "every step: HOCKET_FORCE_SPLIT is set" in run().stdout
