@@ -6,9 +6,9 @@ import time
 from typing import Any
 
 from hocket.bench.report import check_output, emit, provenance, spread
+from hocket.config.backends import EXECUTORS
 from hocket.ubatch.baton import Baton
 
-KINDS = ("greenlet", "thread")
 LIMIT_S = 60.0
 
 
@@ -19,7 +19,7 @@ def run(*, num_ubatches: int, num_hand_overs: int, repeats: int, output: str | N
 
     from hocket.overlap.thread_state import make_baton  # as the engine makes them
 
-    batons = {name: make_baton(name, num_ubatches, LIMIT_S, torch.device("cpu")) for name in KINDS}
+    batons = {name: make_baton(name, num_ubatches, LIMIT_S, torch.device("cpu")) for name in EXECUTORS}
     found: dict[str, list[float]] = {name: [] for name in batons}
     for repeat in range(repeats + 1):
         for name, baton in batons.items():

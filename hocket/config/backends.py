@@ -13,6 +13,10 @@ from hocket.errors import BackendUnavailable
 ATTENTION = {"sdpa": False, "tiled": True}
 EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True}
 TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
+EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
+"""Those between ranks that share experts."""
+EXECUTORS = ("greenlet", "thread")
+"""How ubatches take turns."""
 
 
 def check_invariant(kind: str, name: str, backends: Mapping[str, bool]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from hocket.config.backends import ATTENTION, EXPERTS
+from hocket.config.backends import ATTENTION, EP_TRANSPORTS, EXECUTORS, EXPERTS
 from hocket.config.devices import DEVICES
 from hocket.config.harmless import without_harmless
 from hocket.errors import ConfigError
@@ -85,7 +85,7 @@ class Options:
         "auto",
         help="how tokens reach the ranks of their experts",
         group="Parallel",
-        choices=("auto", "torch", "allgather_reducescatter"),
+        choices=("auto", *EP_TRANSPORTS),
     )
     expert_placement_strategy: str = _option(
         "linear", help="which rank holds which experts", group="Parallel", choices=("linear", "round_robin")
@@ -131,7 +131,7 @@ class Options:
         "auto",
         help="how ubatches take turns; auto: the cheaper one by hocket bench handover, greenlets",
         group="Overlap",
-        choices=("auto", "greenlet", "thread"),
+        choices=("auto", *EXECUTORS),
     )
     emulate_link_gb_per_s: float | None = _option(
         None,

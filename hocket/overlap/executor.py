@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hocket.config.backends import EXECUTORS as EXECUTORS
 from hocket.dist.record import Record
 from hocket.errors import UBatchFailed
 from hocket.models.base import CausalLM, UBatchInputs
@@ -23,7 +24,6 @@ from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, WorkerLane
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
-EXECUTORS = ("greenlet", "thread")
 _GRACE_S = 2.0
 """Collectives and the rank's watchdog know better who is late: they come first."""
 

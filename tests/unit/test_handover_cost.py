@@ -7,7 +7,8 @@ import time
 import pytest
 import torch
 
-from hocket.bench.handover import KINDS, LIMIT_S
+from hocket.bench.handover import LIMIT_S
+from hocket.config.backends import EXECUTORS
 from hocket.overlap.thread_state import make_baton
 from hocket.ubatch.baton import Baton
 
@@ -27,7 +28,7 @@ def cpu_us_of(baton: Baton) -> float:
     return used / (2 * ROUNDS) * 1e6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXECUTORS)
 def test_a_hand_over_is_cheap(kind: str) -> None:
     baton = make_baton(kind, 2, LIMIT_S, torch.device("cpu"))
     with torch.inference_mode():

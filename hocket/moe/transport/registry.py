@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import torch
 
+from hocket.config.backends import EP_TRANSPORTS
 from hocket.dist.collectives import Group
 from hocket.errors import BackendUnavailable
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Transport
 
-TRANSPORTS = ("torch", "allgather_reducescatter")
+TRANSPORTS = EP_TRANSPORTS
 _CLASSES = {
     "local": "hocket.moe.transport.local.LocalTransport",
     "torch": "hocket.moe.transport.torch_a2a.TorchTransport",
@@ -23,11 +25,10 @@ REFUSED = {
 }
 
 
-def transport_class(name: str) -> type[Transport]:
-    """The class of a transport that exists, for what it says of itself."""
+def transport_class(name: str) -> Any:
+    """The class of a transport that exists; those between ranks are made of (placement, rank, group, device)."""
     module, _, attribute = _CLASSES[name].rpartition(".")
-    found: type[Transport] = getattr(import_module(module), attribute)
-    return found
+    return getattr(import_module(module), attribute)
 
 
 def build_transport(
@@ -41,13 +42,7 @@ def build_transport(
     if name not in TRANSPORTS and not (name == "local" and placement.num_ranks == 1):
         raise BackendUnavailable("transport", name, REFUSED.get(name, "there is no such transport"), TRANSPORTS)
     if placement.num_ranks == 1:
-        from hocket.moe.transport.local import LocalTransport
-
-        return LocalTransport(placement)
-    if name == "torch":
-        from hocket.moe.transport.torch_a2a import TorchTransport
-
-        return TorchTransport(placement, rank, group, device)
-    from hocket.moe.transport.allgather_reducescatter import AllGatherReduceScatterTransport
-
-    return AllGatherReduceScatterTransport(placement, rank, group, device)
+        found: Transport = transport_class("local")(placement)
+    else:
+        found = transport_class(name)(placement, rank, group, device)
+    return found
