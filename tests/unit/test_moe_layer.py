@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,18 +43,14 @@ V3 = MoEConfig(
     routed_scaling_factor=2.5,
     layers=(True,),
 )
-QWEN = MoEConfig(
-    num_experts=NUM_EXPERTS,
-    top_k=TOP_K,
-    intermediate_size=INTER,
+QWEN = replace(
+    V3,
     num_shared_experts=0,
     scoring="softmax",
     topk_method="greedy",
     num_groups=1,
     topk_groups=1,
-    norm_topk_prob=True,
     routed_scaling_factor=1.0,
-    layers=(True,),
 )
 
 
