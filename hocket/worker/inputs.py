@@ -11,12 +11,14 @@ import torch
 from hocket.attention.base import AttentionMetadata
 from hocket.models.base import UBatchInputs
 from hocket.moe.base import TokenLayout
-from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 
 
-def build_inputs(batch: Batch, plan: StepPlan, block_size: int, device: torch.device) -> UBatchInputs:
-    """The whole batch as one UBatchInputs: token ids and positions int64 [T], attention metadata, token layout."""
+def build_inputs(batch: Batch, num_padded_max: int, block_size: int, device: torch.device) -> UBatchInputs:
+    """The whole batch as one UBatchInputs: token ids and positions int64 [T], attention metadata, token layout.
+
+    num_padded_max: tokens of the rank that has most.
+    """
     requests = batch.requests
     lens = np.fromiter((r.num_tokens for r in requests), dtype=np.int64, count=len(requests))
     starts = np.fromiter((r.start for r in requests), dtype=np.int64, count=len(requests))
@@ -40,9 +42,7 @@ def build_inputs(batch: Batch, plan: StepPlan, block_size: int, device: torch.de
         max_seq_len=int(seq_lens.max(initial=0)),
         num_tokens=num_tokens,
     )
-    layout = TokenLayout(
-        num_tokens=num_tokens, num_padded=num_tokens, is_padding=None, num_padded_max=plan.num_tokens_max
-    )
+    layout = TokenLayout(num_tokens=num_tokens, num_padded=num_tokens, is_padding=None, num_padded_max=num_padded_max)
     return UBatchInputs(
         token_ids=_tensor(_token_ids(batch, num_tokens), device),
         positions=_tensor(positions, device),

@@ -99,7 +99,7 @@ class Runner:
 
     def prepare(self, batch: Batch, plan: StepPlan) -> tuple[UBatchInputs, ...]:
         """The model's input for `batch`, one part per ubatch of `plan`."""
-        whole = build_inputs(batch, plan, self.config.cache.block_size, self.mesh.device)
+        whole = build_inputs(batch, plan.num_tokens_max, self.config.cache.block_size, self.mesh.device)
         if plan.num_ubatches == 1:
             return (whole,)
         lens = [r.num_tokens for r in batch.requests]

@@ -1,0 +1,28 @@
+"""The step that a GPU's memory is measured with: as many tokens as allowed, in prompts with blocks of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hocket.config.options import Options
+from hocket.config.resolve import resolve
+from hocket.worker.inputs import build_inputs
+from hocket.worker.profile import largest_batch
+
+
+@pytest.mark.parametrize(
+    ("max_len", "tokens", "lens"), [(100, 350, [100, 100, 100, 50]), (64, 128, [64, 64]), (900, 20, [20])]
+)
+def test_the_largest_batch(max_len: int, tokens: int, lens: list[int]) -> None:
+    given = {"max_model_len": max_len, "max_num_batched_tokens": tokens, "max_num_seqs": 4, "block_size": 16}
+    config = resolve(Options.from_dict(given | {"device": "cpu"}))
+    batch = largest_batch(config)
+    assert [row.num_tokens for row in batch.requests] == lens
+    assert (batch.num_tokens, batch.phase) == (tokens, "prefill")
+    inputs = build_inputs(batch, batch.num_tokens, 16, torch.device("cpu"))
+    assert inputs.token_ids.tolist() == list(range(tokens))
+    assert inputs.layout.num_padded_max == tokens
+    slots = inputs.attention.slot_mapping.tolist()
+    assert len(set(slots)) == tokens
+    assert max(slots) < 16 * sum(len(row.block_ids) for row in batch.requests)
