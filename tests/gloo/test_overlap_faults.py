@@ -228,9 +228,7 @@ def test_compute_that_never_ends_without_overlap(checkpoints: Checkpoints, tmp_p
 @pytest.mark.parametrize("place", ["layer", "combine-send"])
 def test_a_rank_that_skips_a_transfer(checkpoints: Checkpoints, tmp_path: Path, transport: str, place: str) -> None:
     with planted_ranks(3, checkpoints("v2"), tmp_path) as planted, planted.llm(all2all_backend=transport) as llm:
-        message = fails(planted, llm, HocketError, f"1 1 {place} skip")
-        if transport == "torch" and "are not finite" in message:
-            return  # gloo silently takes a shorter message, and now and then the last layers come first to the sampler
+        message = fails(planted, llm, OverlapError, f"1 1 {place} skip")
         how = "is out of step|took one transfer for another|ended unexpectedly|did not take part|stopped answering"
         named = re.match(rf"rank ([\d, ]+) ({how})", message)
         assert named, message

@@ -16,10 +16,8 @@ from hocket.errors import CapacityError
 from hocket.moe.base import DROPPED, TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
-from hocket.moe.transport.rows import RowFormat
+from hocket.moe.transport.rows import INT32_MAX, RowFormat
 from hocket.ubatch.transfer import Transfer
-
-INT32_MAX = 0x7FFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class AllGatherReduceScatterTransport(Transport):
 
         def result() -> Dispatched:
             if padded and is_on_host(received):
-                check_numbers(number, rows.numbers(received)[::padded].tolist())
+                check_numbers(number, torch.split(rows.numbers(received), padded))
             all_x, all_ids, all_weights = rows.unpack(received)
             return Dispatched(all_x, self._local_id_of[all_ids], all_weights, GatherHandle(num_rows, padded))
 
@@ -76,11 +74,35 @@ class AllGatherReduceScatterTransport(Transport):
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
         assert isinstance(handle, GatherHandle)
-        next(self._numbers)
+        number = next(self._numbers) & INT32_MAX
+        if is_on_host(expert_out):
+            return self._exchange_and_add(expert_out, handle, number)
         out = expert_out.new_empty(handle.num_padded_max, expert_out.shape[1])
         sums = expert_out.contiguous()
         return Transfer(
             send=lambda: collectives.reduce_scatter_sum(out, sums, self._group),
             result=lambda: out[: handle.num_rows],
             num_bytes=lambda: out.nbytes * (self._num_ranks - 1),
+        )
+
+    def _exchange_and_add(self, expert_out: Tensor, handle: GatherHandle, number: int) -> Transfer[Tensor]:
+        """The same by an exchange of numbered rows, which are added in fp32 in rank order."""
+        padded = handle.num_padded_max
+        rows = RowFormat(expert_out.shape[1], 0, expert_out.dtype)
+        sent = rows.pack_sums(expert_out, number)
+        received = torch.empty_like(sent)
+
+        def result() -> Tensor:
+            if padded:
+                check_numbers(number, torch.split(rows.numbers(received), padded))
+            parts = rows.unpack(received)[0].view(self._num_ranks, padded, expert_out.shape[1])
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            return total[: handle.num_rows].to(expert_out.dtype)
+
+        return Transfer(
+            send=lambda: collectives.all_to_all(received, sent, self._group),
+            result=result,
+            num_bytes=lambda: padded * rows.row_bytes * (self._num_ranks - 1),
         )

@@ -68,8 +68,12 @@ class Transport(ABC):
         """
 
 
-def check_numbers(mine: int, theirs: Iterable[int]) -> None:
-    """Raise StepDesync unless each rank's transfer, in rank order, has this rank's number; names the first other."""
-    for rank, number in enumerate(theirs):
-        if number != mine:
-            raise StepDesync(f"rank {rank} is at transfer {number} where this rank is at {mine}")
+def check_numbers(mine: int, theirs: Iterable[Tensor]) -> None:
+    """Raise StepDesync unless all that came carries the number of this rank's transfer: names the first rank whose
+    does not. theirs: of each rank, in rank order, the numbers in what it sent, integers of any shape, on the host.
+
+    Memory that a message was too short to fill holds no number, or one of another transfer.
+    """
+    for rank, numbers in enumerate(theirs):
+        if not bool((numbers == mine).all()):
+            raise StepDesync(f"what rank {rank} sent is not of transfer {mine}, which this rank is at")

@@ -2,6 +2,7 @@
 
 Shapes: N rows, D hidden, K top-k. A row is [x: D | ids: K int32, number: int32 | weights: K fp32], each part padded to
 16 bytes. The number says which transfer a row is of: ranks that are not at the same must not take each other's rows.
+Results that travel back are rows of K = 0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hocket.moe.base import DROPPED
 
 ALIGN_BYTES = 16
 SLOT_BYTES = 4
+INT32_MAX = 0x7FFFFFFF
 
 
 def _align(num_bytes: int) -> int:
@@ -45,6 +47,12 @@ class RowFormat:
         row_ids[:, -1] = number
         row_weights[:count] = weights
         return rows
+
+    def pack_sums(self, sums: Tensor, number: int) -> Tensor:
+        """sums [N, D] → uint8 [N, row_bytes], where K = 0."""
+        num_rows, device = sums.shape[0], sums.device
+        nothing = torch.empty(num_rows, 0, dtype=torch.int32, device=device)
+        return self.pack(sums, nothing, nothing.float(), num_rows, number)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """uint8 [N, row_bytes] → (x [N, D], ids int64 [N, K], weights fp32 [N, K]); x and weights are views."""

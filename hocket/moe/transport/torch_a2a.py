@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hocket.dist import collectives
-from hocket.moe.base import DROPPED, TokenLayout, check_ids
+from hocket.moe.base import DROPPED, TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
-from hocket.moe.transport.rows import RowFormat
+from hocket.moe.transport.rows import INT32_MAX, RowFormat
 from hocket.ubatch.transfer import Transfer
 
 
@@ -65,8 +65,9 @@ class _Dispatch:
         from_ranks = torch.empty_like(to_ranks)
         collectives.all_to_all(from_ranks, to_ranks, self._group)
         self.send_splits = to_ranks[:, 0].tolist()
-        self.recv_splits, numbers = from_ranks.T.tolist()
-        check_numbers(self._number, numbers)
+        from_ranks = from_ranks.cpu()
+        check_numbers(self._number, from_ranks[:, 1])
+        self.recv_splits = from_ranks[:, 0].tolist()
         self.received = self._packed.new_empty(sum(self.recv_splits), self._rows.row_bytes)
         collectives.all_to_all(self.received, self._packed, self._group, self.recv_splits, self.send_splits)
 
@@ -116,15 +117,20 @@ class TorchTransport(Transport):
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
         assert isinstance(handle, TorchHandle)
-        next(self._numbers)
-        sums = expert_out.contiguous()
-        back = expert_out.new_empty(len(handle.token_idx), expert_out.shape[1])
+        number = next(self._numbers) & INT32_MAX
+        # On a device nobody could look at the numbers without waiting for it: the next dispatch, which waits, does.
+        rows = RowFormat(expert_out.shape[1], 0, expert_out.dtype) if is_on_host(expert_out) else None
+        sums = expert_out.contiguous() if rows is None else rows.pack_sums(expert_out, number)
+        back = sums.new_empty(len(handle.token_idx), sums.shape[1])
         num_sent = sum(handle.recv_splits) - handle.recv_splits[self._rank]
 
         def result() -> Tensor:
-            out = torch.zeros(handle.num_rows, expert_out.shape[1], device=expert_out.device, dtype=torch.float32)
             splits = handle.send_splits
-            for token_idx, part in zip(torch.split(handle.token_idx, splits), torch.split(back, splits), strict=True):
+            if rows is not None:
+                check_numbers(number, torch.split(rows.numbers(back), splits))
+            came = back if rows is None else rows.unpack(back)[0]
+            out = torch.zeros(handle.num_rows, expert_out.shape[1], device=expert_out.device, dtype=torch.float32)
+            for token_idx, part in zip(torch.split(handle.token_idx, splits), torch.split(came, splits), strict=True):
                 out.index_add_(0, token_idx, part.float())  # no token twice in one rank's part: the order is fixed
             return out.to(expert_out.dtype)
 
