@@ -30,11 +30,13 @@ def build_inputs(batch: Batch, num_padded_max: int, block_size: int, device: tor
     row = np.repeat(np.arange(len(requests)), lens)
     positions = np.arange(num_tokens, dtype=np.int64) - np.repeat(query_start[:-1], lens) + np.repeat(starts, lens)
     blocks = _block_table(batch, seq_lens, block_size)
+    block_table = torch.from_numpy(blocks)
     slots = blocks[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
     attention = AttentionMetadata(
         query_start_loc=_tensor(query_start, device),
         seq_lens=_tensor(seq_lens, device),
-        block_table=_tensor(blocks, device),
+        block_table=block_table.to(device, non_blocking=True),
+        block_table_cpu=block_table,
         slot_mapping=_tensor(slots, device),
         query_start_loc_cpu=tuple(query_start.tolist()),
         seq_lens_cpu=tuple(seq_lens.tolist()),
