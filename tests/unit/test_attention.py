@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import fake_flashinfer
 import pytest
 import torch
+from attention_steps import Step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,53 +26,6 @@ from hocket.config.model import MLAConfig
 NAN = float("nan")
 SCALE = 0.3
 Backend = AttentionBackend[Any]
-
-
-@dataclass
-class Step:
-    """Requests with `past` tokens in the cache and `new` ones in this step; `slot_bytes` decides how decodes group."""
-
-    past: list[int]
-    new: list[int]
-    block_size: int
-    num_padding: int
-    slot_bytes: int = 1
-
-    def metadata(self, generator: torch.Generator) -> AttentionMetadata:
-        starts = [0]
-        for n in self.new:
-            starts.append(starts[-1] + n)
-        lens = [p + n for p, n in zip(self.past, self.new, strict=True)]
-        counts = [-(-n // self.block_size) for n in lens]
-        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-        table = torch.full((len(lens), max(counts) + 1), -9, dtype=torch.int32)
-        for row, count in enumerate(counts):
-            table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
-        slots = [
-            int(table[r, p // self.block_size]) * self.block_size + p % self.block_size
-            for r in range(len(lens))
-            for p in range(self.past[r], lens[r])
-        ]
-        return AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=table,
-            block_table_cpu=table,
-            slot_mapping=torch.tensor(slots + [-1] * self.num_padding, dtype=torch.int64),
-            query_start_loc_cpu=tuple(starts),
-            seq_lens_cpu=tuple(lens),
-            max_query_len=max(self.new),
-            max_seq_len=max(lens),
-            num_tokens=starts[-1],
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(-(-(p + n) // self.block_size) for p, n in zip(self.past, self.new, strict=True)) + 2
-
-    def slots_of(self, meta: AttentionMetadata, request: int, count: int) -> list[int]:
-        size = self.block_size
-        return [int(meta.block_table[request, p // size]) * size + p % size for p in range(count)]
 
 
 @st.composite

@@ -1,0 +1,10 @@
+<<<<<<< HEAD
+"""Tests that need one NVIDIA GPU: where there is none, none of them is collected."""
+=======
+"""Tests that need one NVIDIA GPU: where there is none none of them is collected."""
+>>>>>>> main
+
+import torch
+
+if torch.cuda.device_count() < 1:
+    collect_ignore_glob = ["test_*.py"]
