@@ -22,6 +22,8 @@ class AttentionBackend(ABC, Generic[P]):
     """Both kinds of attention over a paged cache."""
 
     name: ClassVar[str]
+    captures: ClassVar[bool] = False
+    """Whether a CUDA graph can hold a decode step: `decode_plan` and `update` exist."""
 
     @abstractmethod
     def plan(self, meta: AttentionMetadata, num_rows: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
@@ -29,6 +31,19 @@ class AttentionBackend(ABC, Generic[P]):
 
         dtype: of the queries. slot_bytes: what a layer's cache holds of one token.
         """
+
+    def decode_plan(self, num_rows: int, max_seq_len: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
+        """A plan for `num_rows` requests of one new token and at most `max_seq_len` in all, whose tensors stay where
+        they are: for a graph and all its replays. Valid only after `update`."""
+        raise NotImplementedError(f"{self.name} cannot be captured")
+
+    def update(self, plan: P, meta: AttentionMetadata) -> None:
+        """Make `plan`, of `decode_plan`, that of a step: before each replay, and before it is captured.
+
+        meta: of exactly its number of rows; its tensors are on the host, and their memory may be pinned and changed
+        as soon as the current stream has come here.
+        """
+        raise NotImplementedError(f"{self.name} cannot be captured")
 
     @abstractmethod
     def grouped_query(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:

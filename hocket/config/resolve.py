@@ -15,6 +15,7 @@ from hocket.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_sizes
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.envs import FORCE_SPLIT
@@ -43,6 +44,7 @@ def resolve(options: Options) -> EngineConfig:
     _refuse_unsupported(options)
     device = _device(options)
     parallel = _parallel(options, model.moe.top_k)
+    scheduler = _scheduler(options, model)
     attention, experts = _backends(options, model, parallel.all2all_backend)
     return EngineConfig(
         model_path=str(folder),
@@ -55,7 +57,8 @@ def resolve(options: Options) -> EngineConfig:
         moe_backend=experts,
         deterministic=options.deterministic,
         parallel=parallel,
-        scheduler=_scheduler(options, model),
+        async_scheduling=device != "cpu" if options.async_scheduling is None else options.async_scheduling,
+        scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
@@ -63,6 +66,7 @@ def resolve(options: Options) -> EngineConfig:
             memory_bytes=options.kv_cache_memory_bytes,
         ),
         overlap=_overlap(options),
+        graphs=_graphs(options, device, scheduler.max_num_seqs),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
     )
@@ -147,6 +151,7 @@ def _parallel(options: Options, top_k: int) -> ParallelConfig:
         all2all_backend=backend,
         expert_placement_strategy=options.expert_placement_strategy,
         emulated_link=_emulated_link(options, shared),
+        max_nccl_ctas=options.max_nccl_ctas,
     )
 
 
@@ -187,6 +192,17 @@ def _overlap(options: Options) -> OverlapConfig:
         cut=options.ubatch_cut,
         executor=executor,
     )
+
+
+def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
+    """Sizes as asked for, or by rule; none on a CPU."""
+    if options.cudagraph_capture_sizes is not None:
+        sizes = asked_sizes(options.cudagraph_capture_sizes, max_num_seqs)
+    else:
+        sizes = captured_sizes(min(options.max_cudagraph_capture_size or LARGEST, max_num_seqs))
+    if device == "cpu" or options.enforce_eager:
+        sizes = ()
+    return GraphConfig(sizes=sizes, capture_timeout_s=options.capture_timeout)
 
 
 def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:

@@ -65,9 +65,9 @@ class MoEFactory:
         return MoELayer(router, experts, self.transport, shared_experts)
 
     @property
-    def experts_backends(self) -> str:
-        """Names of the backends that the layers built so far have."""
-        return ", ".join(sorted({backend.name for backend in self._experts_classes.values()}))
+    def experts_classes(self) -> list[type[Experts]]:
+        """The backends that the layers built so far have, by name."""
+        return sorted(set(self._experts_classes.values()), key=lambda backend: backend.name)
 
     def _experts_class(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> type[Experts]:
         """Chosen once per shape, so that a stand-in is reported once and not for each layer."""
