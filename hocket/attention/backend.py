@@ -23,7 +23,7 @@ class AttentionBackend(ABC, Generic[P]):
 
     name: ClassVar[str]
     captures: ClassVar[bool] = False
-    """Whether a CUDA graph can hold a decode step: `decode_plan` and `update` exist."""
+    """Whether `decode_plan` and `update` exist, so that decode can be captured in a CUDA graph."""
 
     @abstractmethod
     def plan(self, meta: AttentionMetadata, num_rows: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
@@ -33,17 +33,20 @@ class AttentionBackend(ABC, Generic[P]):
         """
 
     def decode_plan(self, num_rows: int, max_seq_len: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
-        """A plan for `num_rows` requests of one new token and at most `max_seq_len` in all, whose tensors stay where
-        they are: for a graph and all its replays. Valid only after `update`."""
-        raise NotImplementedError(f"{self.name} cannot be captured")
+        """A plan for `num_rows` requests of one new token and at most `max_seq_len` in all, on addresses that stay.
+
+        Attention with it launches the same kernels whatever the requests, and touches nothing on the host. Run it once
+        before it is captured: kernels are loaded then. To be filled by `update` before that, and before each replay.
+        """
+        raise AssertionError(f"{self.name} cannot be captured")
 
     def update(self, plan: P, meta: AttentionMetadata) -> None:
-        """Make `plan`, of `decode_plan`, that of a step: before each replay, and before it is captured.
+        """Make a `decode_plan` that of these requests: the host plans, copies to the device are queued.
 
-        meta: of exactly its number of rows; its tensors are on the host, and their memory may be pinned and changed
-        as soon as the current stream has come here.
+        Reads only the *_cpu fields of `meta`, and slot_mapping, which may lie on the host and has a slot for every row;
+        padding is requests of one token with a block of their own. The current stream must be the one of the replay.
         """
-        raise NotImplementedError(f"{self.name} cannot be captured")
+        raise AssertionError(f"{self.name} cannot be captured")
 
     @abstractmethod
     def grouped_query(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:

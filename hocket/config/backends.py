@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 from hocket.errors import BackendUnavailable
 
-ATTENTION = {"sdpa": False, "tiled": True}
+ATTENTION = {"sdpa": False, "tiled": True, "flashinfer": False}
+CPU_ATTENTION = ("sdpa", "tiled")
 EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True}
 TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
 EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")

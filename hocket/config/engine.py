@@ -78,7 +78,7 @@ class OverlapConfig:
 class EngineConfig:
     """Everything a rank needs to run, equal on all ranks (its digest travels in the step exchange).
 
-    moe_backend may be "auto": only a rank, which has torch, can tell what runs there.
+    attention_backend and moe_backend may be "auto": only a rank, which has torch, can tell what runs there.
     """
 
     model_path: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hocket.config.backends import ATTENTION, EXPERTS, TRANSPORTS, check_invariant
+from hocket.config.backends import ATTENTION, CPU_ATTENTION, EXPERTS, TRANSPORTS, check_invariant
 from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
@@ -19,7 +19,7 @@ from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_siz
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.envs import FORCE_SPLIT
-from hocket.errors import ConfigError
+from hocket.errors import BackendUnavailable, ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_SEQS = 256
@@ -45,7 +45,7 @@ def resolve(options: Options) -> EngineConfig:
     device = _device(options)
     parallel = _parallel(options, model.moe.top_k)
     scheduler = _scheduler(options, model)
-    attention, experts = _backends(options, model, parallel.all2all_backend)
+    attention, experts = _backends(options, model, parallel.all2all_backend, device)
     return EngineConfig(
         model_path=str(folder),
         model=model,
@@ -118,11 +118,13 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _backends(options: Options, model: ModelConfig, transport: str) -> tuple[str, str]:
-    """Names of the attention and experts backends; the latter stays "auto" where only a rank can choose."""
+def _backends(options: Options, model: ModelConfig, transport: str, device: str) -> tuple[str, str]:
+    """Names of the attention and experts backends; they stay "auto" where only a rank can choose."""
     attention, experts = options.attention_backend, options.moe_backend
+    if device == "cpu" and attention not in ("auto", *CPU_ATTENTION):
+        raise BackendUnavailable("attention backend", attention, "it needs an NVIDIA GPU", CPU_ATTENTION)
     if not options.deterministic:
-        return ("sdpa" if attention == "auto" else attention), experts
+        return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each
         raise ConfigError("deterministic", True, "false for a model of one attention head")
     check_invariant("all2all backend", transport, TRANSPORTS)

@@ -65,10 +65,12 @@ class HostInputs:
         return len(self.token_ids)
 
     def metadata(self, device: torch.device) -> AttentionMetadata:
+        block_table = torch.from_numpy(self.block_table)
         return AttentionMetadata(
             query_start_loc=_tensor(self.query_start, device),
             seq_lens=_tensor(self.seq_lens, device),
-            block_table=_tensor(self.block_table, device),
+            block_table=block_table.to(device, non_blocking=True),
+            block_table_cpu=block_table,
             slot_mapping=_tensor(self.slots, device),
             query_start_loc_cpu=tuple(self.query_start.tolist()),
             seq_lens_cpu=tuple(self.seq_lens.tolist()),

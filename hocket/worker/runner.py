@@ -54,7 +54,7 @@ class Runner:
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
-        backends = backends_for(config.attention_backend, config.deterministic)
+        backends = backends_for(config.attention_backend, config.deterministic, config.model, dtype, mesh.device)
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in factory.experts_classes)
         self.load_report = self._load(placement, on_progress)
@@ -220,6 +220,7 @@ class Runner:
             "loaded_bytes": self.load_report.bytes_read,
             "load_seconds": self.load_report.seconds,
             "num_threads": torch.get_num_threads(),
+            "attention_backend": self.model.backends.attention.name,
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
