@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hocket.config.backends import ATTENTION, CPU_ATTENTION, EXPERTS, TRANSPORTS, check_invariant
+from hocket.config.backends import (
+    ATTENTION,
+    EXPERTS,
+    GPU_ATTENTION,
+    GPU_EXPERTS,
+    TRANSPORTS,
+    check_device,
+    check_invariant,
+)
 from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
@@ -19,7 +27,7 @@ from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_siz
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.envs import FORCE_SPLIT
-from hocket.errors import BackendUnavailable, ConfigError
+from hocket.errors import ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_SEQS = 256
@@ -38,6 +46,7 @@ def resolve(options: Options) -> EngineConfig:
     Raises:
         ConfigError: options contradict each other or the model; the message names field, value and what is allowed.
         CheckpointError: the model's folder or its config.json cannot be read.
+        BackendUnavailable: a backend that cannot run on the device, or is not batch-invariant where that is asked for.
     """
     folder = model_folder(options.model)
     model = ModelConfig.from_pretrained(folder)
@@ -121,8 +130,8 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
 def _backends(options: Options, model: ModelConfig, transport: str, device: str) -> tuple[str, str]:
     """Names of the attention and experts backends; they stay "auto" where only a rank can choose."""
     attention, experts = options.attention_backend, options.moe_backend
-    if device == "cpu" and attention not in ("auto", *CPU_ATTENTION):
-        raise BackendUnavailable("attention backend", attention, "it needs an NVIDIA GPU", CPU_ATTENTION)
+    check_device("attention backend", attention, device, GPU_ATTENTION, ATTENTION)
+    check_device("experts backend", experts, device, GPU_EXPERTS, EXPERTS)
     if not options.deterministic:
         return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each

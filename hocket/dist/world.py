@@ -174,14 +174,13 @@ class World:
 
 def _ep_group(device: torch.device, timeout_s: float, max_ctas: int | None) -> dist.ProcessGroup:
     """A new group of all ranks."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cpu":
-        return dist.new_group(backend="gloo", timeout=timeout)
-    options = None
-    if max_ctas is not None:
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    timeout, options = datetime.timedelta(seconds=timeout_s), None
+    if device.type == "cuda" and max_ctas is not None:
+        options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = max_ctas
-    return dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
+    return group
 
 
 class _LeaderGather:

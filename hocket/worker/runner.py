@@ -220,7 +220,6 @@ class Runner:
             "loaded_bytes": self.load_report.bytes_read,
             "load_seconds": self.load_report.seconds,
             "num_threads": torch.get_num_threads(),
-            "attention_backend": self.model.backends.attention.name,
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
