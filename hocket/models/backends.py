@@ -5,6 +5,7 @@ Knows no model: it walks over modules and matrices.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket import envs
 from hocket.attention.backend import AttentionBackend
 from hocket.attention.registry import SdpaAttention, attention_backend
 from hocket.errors import BackendUnavailable
@@ -28,12 +30,26 @@ class Backends:
 
 
 DEFAULT = Backends()
+CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
 
-def backends_for(attention: str, deterministic: bool) -> Backends:
+def backends_for(attention: str, deterministic: bool, device: torch.device = CPU) -> Backends:
     """By the name of an attention backend; deterministic: with kernels for which the batch does not matter."""
-    kernels = TiledKernels() if deterministic else PLAIN
+    kernels = TiledKernels() if deterministic else fastest_kernels(device)
     return Backends(kernels=kernels, attention=attention_backend(attention))
+
+
+def fastest_kernels(device: torch.device) -> Kernels:
+    """Triton's on a GPU, if it is installed and HOCKET_KERNELS does not say otherwise; else PyTorch's own."""
+    if envs.KERNELS.get_one_of("auto", "torch") == "torch" or device.type != "cuda":
+        return PLAIN
+    try:
+        from hocket.layers.triton_kernels import TritonKernels
+    except ImportError as error:
+        logger.warning("kernels are not fused: %s", error)
+        return PLAIN
+    return TritonKernels()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class Runner:
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
-        backends = backends_for(config.attention_backend, config.deterministic)
+        backends = backends_for(config.attention_backend, config.deterministic, mesh.device)
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = factory.experts_backends
         self.load_report = self._load(placement, on_progress)
