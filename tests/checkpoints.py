@@ -110,13 +110,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "v3-halves": {**_V3, "rope_interleave": False, "attention_bias": True},
     "v3-no-groups": {**_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
     "qwen3": _QWEN,
-    "v2-heads": {**_V2, **_PUBLISHED_MLA, **_yarn(mscale=0.707, mscale_all_dim=0.707)},
-    "v3-heads": {**_V3, **_PUBLISHED_MLA},
-    "qwen3-heads": {**_QWEN, **_PUBLISHED_HEADS, "head_dim": 128},
     "qwen3-no-norm": {**_QWEN, "norm_topk_prob": False, "tie_word_embeddings": True},
     "qwen3-yarn": {**_QWEN, **_yarn(), "attention_bias": True},
     "qwen3-dense-layer": {**_QWEN, "mlp_only_layers": [2], "num_experts": 7},
 }
+GPU_CONFIGS: dict[str, dict[str, Any]] = {
+    "v2-heads": {**_V2, **_PUBLISHED_MLA, **_yarn(mscale=0.707, mscale_all_dim=0.707)},
+    "v3-heads": {**_V3, **_PUBLISHED_MLA},
+    "qwen3-heads": {**_QWEN, **_PUBLISHED_HEADS, "head_dim": 128},
+}
+"""Models that the fast kernels take."""
 
 
 def make(name: str, root: Path, layout: str = "published", dtype: torch.dtype = torch.float32) -> Path:
@@ -143,7 +146,7 @@ def _random_model(name: str) -> Any:
 
     disable_progress_bar()
     torch.manual_seed(sum(map(ord, name)))
-    values = dict(CONFIGS[name])
+    values = dict((CONFIGS | GPU_CONFIGS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
