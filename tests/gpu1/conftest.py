@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Tests that need one NVIDIA GPU: where there is none, none of them is collected."""
-=======
 """Tests that need one NVIDIA GPU: where there is none none of them is collected."""
->>>>>>> main
 
 import torch
 
