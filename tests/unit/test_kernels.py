@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from checkpoints import CONFIGS, make
 from torch import Tensor
 
 from hocket.config.model import ModelConfig, RopeConfig
-from hocket.errors import BackendUnavailable
+from hocket.errors import BackendUnavailable, ConfigError
 from hocket.layers.kernels import MAX_ROWS, PLAIN, ROWS, Kernels, TiledKernels, rows_are_alike
 from hocket.layers.linear import Linear
 from hocket.layers.rotary import RotaryEmbedding
@@ -159,3 +160,23 @@ def test_a_layer_with_other_kernels_is_found(checkpoints: Path) -> None:
     model.layers[2].attention.q_b = Linear(24, 96, device=paged.CPU, dtype=torch.float32)  # type: ignore[union-attr]
     with pytest.raises(BackendUnavailable, match=r"layers\.2\.attention\.q_b was not built with"):
         check_batch_invariance(model, backends.kernels)
+
+
+def test_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain ones on a CPU, and on a GPU without triton, which is then said."""
+    gpu = torch.device("cuda")
+    for name in [name for name in sys.modules if name.startswith("hocket.layers.triton_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert backends_for("sdpa", False, paged.CPU).kernels is PLAIN
+    assert not caplog.records
+    assert backends_for("sdpa", False, gpu).kernels is PLAIN
+    assert "not fused" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("HOCKET_KERNELS", "torch")
+    assert backends_for("sdpa", False, gpu).kernels is PLAIN
+    assert not caplog.records
+    assert isinstance(backends_for("tiled", True, gpu).kernels, TiledKernels)
+    monkeypatch.setenv("HOCKET_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="auto, torch"):
+        backends_for("sdpa", False, paged.CPU)
