@@ -43,8 +43,7 @@ test: $(DEV_STAMP) ## run the tests (quick selection)
 test-full: $(DEV_STAMP) ## run everything, the whole grid included (hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 20000
 
-test-triton: $(DEV_STAMP) ## run Triton's kernels on the CPU, interpreted (needs triton, which CPU builds of torch leave out)
-	$(BIN)/pip install -q --disable-pip-version-check triton
+test-triton: $(DEV_STAMP) ## run the Triton kernels' tests in Triton's interpreter (needs triton)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interpreted
 
 lint: $(DEV_STAMP) ## ruff: style and imports

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hocket.config.model import RopeConfig
+from hocket.config.model import ModelConfig, RopeConfig
 
 FIRST_TABLE_ROWS = 4096
 PIECE_ROWS = 128
@@ -28,6 +28,13 @@ def softmax_mscale(config: RopeConfig) -> float:
     if config.rope_type == "default" or not config.mscale_all_dim:
         return 1.0
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What a model's products of queries and keys are multiplied by: 1 / √width of a head, times YaRN's sharpening."""
+    if config.mla is None:
+        return math.pow(config.head_dim, -0.5)
+    return math.pow(config.mla.qk_head_dim, -0.5) * softmax_mscale(config.rope)
 
 
 def attention_factor(config: RopeConfig) -> float:

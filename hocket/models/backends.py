@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hocket import envs
 from hocket.attention.backend import AttentionBackend
-from hocket.attention.registry import SdpaAttention, attention_backend
+from hocket.attention.registry import CPU, SdpaAttention, attention_backend
+from hocket.config.model import ModelConfig
 from hocket.errors import BackendUnavailable
 from hocket.layers.kernels import MAX_ROWS, PLAIN, Kernels, TiledKernels, rows_are_alike
 from hocket.layers.linear import Linear
@@ -30,14 +31,20 @@ class Backends:
 
 
 DEFAULT = Backends()
-CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 
 
-def backends_for(attention: str, deterministic: bool, device: torch.device = CPU) -> Backends:
-    """By the name of an attention backend; deterministic: with kernels for which the batch does not matter."""
+def backends_for(
+    attention: str,
+    deterministic: bool,
+    config: ModelConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> Backends:
+    """By the name of an attention backend, which may ask for the model's `config`; deterministic: with kernels for
+    which the batch does not matter."""
     kernels = TiledKernels() if deterministic else fastest_kernels(device)
-    return Backends(kernels=kernels, attention=attention_backend(attention))
+    return Backends(kernels=kernels, attention=attention_backend(attention, config, dtype, device))
 
 
 def fastest_kernels(device: torch.device) -> Kernels:

@@ -155,17 +155,19 @@ class CausalLM(nn.Module, ABC):
             kernels=kernels,
         )
 
-    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor], plan: Plan | None = None) -> Tensor:
         """Final normalised hidden states [T, D]; one KV cache per layer is read and written. T may be 0.
 
+        plan: the attention's, where it is made already (`AttentionBackend.decode_plan`), else made here.
         Rows of padding hold anything; no real row depends on them.
         """
         x, residual = F.embedding(inputs.token_ids, self.embed_tokens), None
         rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
-        first = kv_cache[0]
-        plan = self.backends.attention.plan(
-            inputs.attention, x.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
-        )
+        if plan is None:
+            first = kv_cache[0]
+            plan = self.backends.attention.plan(
+                inputs.attention, x.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
+            )
         for layer, cache in zip(self.layers, kv_cache, strict=True):
             x, residual = layer(x, residual, rotation, plan, inputs.layout, cache)
         return self.norm.of_sum(x, residual)[0]

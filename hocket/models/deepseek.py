@@ -17,7 +17,7 @@ from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
-from hocket.layers.rotary import Rotation, softmax_mscale
+from hocket.layers.rotary import Rotation, softmax_scale
 from hocket.models.backends import Backends, Product
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
@@ -37,7 +37,7 @@ class LatentAttention(Attention):
         self.mla = mla
         self.num_heads = config.num_heads
         self.has_bias = config.attention_bias
-        self.scale = mla.qk_head_dim**-0.5 * softmax_mscale(config.rope)
+        self.scale = softmax_scale(config)
         self.backends = backends
         linear = partial(Linear, device=device, dtype=dtype, kernels=backends.kernels)
         norm = partial(RMSNorm, eps=LATENT_NORM_EPS, device=device, dtype=dtype, kernels=backends.kernels)

@@ -16,7 +16,7 @@ from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
-from hocket.layers.rotary import Rotation
+from hocket.layers.rotary import Rotation, softmax_scale
 from hocket.models.backends import Backends
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
@@ -31,7 +31,7 @@ class NormedHeadsAttention(Attention):
             raise ConfigError("rotary dim", config.rope.dim, f"head_dim ({config.head_dim})")
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.has_bias = config.attention_bias
-        self.scale = config.head_dim**-0.5
+        self.scale = softmax_scale(config)
         self.backends = backends
         linear = partial(Linear, bias=self.has_bias, device=device, dtype=dtype, kernels=backends.kernels)
         heads = config.num_heads + 2 * config.num_kv_heads

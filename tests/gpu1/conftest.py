@@ -1,4 +1,4 @@
-"""Tests that need one NVIDIA GPU: where there is none, none of them is collected."""
+"""Tests that need one NVIDIA GPU: where there is none none of them is collected."""
 
 import torch
 

@@ -13,7 +13,7 @@ from fused_cases import Draw
 
 from hocket.layers.kernels import PLAIN
 from hocket.layers.triton_kernels import TritonKernels
-from hocket.models.backends import backends_for
+from hocket.models.backends import backends_for, fastest_kernels
 
 CUDA = torch.device("cuda")
 FUSED = TritonKernels()
@@ -100,7 +100,7 @@ def test_models_say_what_transformers_say(name: str, tmp_path: Path) -> None:
     """In fp32: a prompt and one decode, with padding rows of NaN; and it is the fused kernels that ran."""
     path = make(name, tmp_path)
     tokens = hf_reference(path).prompts([40], 0)[0]
-    backends = backends_for("sdpa", False, CUDA)
+    backends = backends_for("sdpa", False, device=CUDA)
     assert isinstance(backends.kernels, TritonKernels)
     run = paged.PagedRun(paged.load(path, device=CUDA, backends=backends))
     run.model.embed_tokens[0] = float("nan")
@@ -111,4 +111,4 @@ def test_models_say_what_transformers_say(name: str, tmp_path: Path) -> None:
 
 def test_the_environment_may_ask_for_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOCKET_KERNELS", "torch")
-    assert backends_for("sdpa", False, CUDA).kernels is PLAIN
+    assert fastest_kernels(CUDA) is PLAIN

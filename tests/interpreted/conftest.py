@@ -1,7 +1,5 @@
-"""Tests that run Triton's kernels on the CPU, interpreted: `make test-triton`. Elsewhere none of them is collected.
-
-The interpreter multiplies matrices of fp32 only, and slowly: small shapes. `tests/gpu1` has the rest.
-"""
+"""Triton kernels on a CPU, in Triton's interpreter: collected only where Triton is installed and was asked to interpret
+(`make test-triton`), since that holds for the whole process."""
 
 import importlib.util
 import os

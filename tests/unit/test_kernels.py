@@ -18,7 +18,7 @@ from hocket.errors import BackendUnavailable, ConfigError
 from hocket.layers.kernels import MAX_ROWS, PLAIN, ROWS, Kernels, TiledKernels, rows_are_alike
 from hocket.layers.linear import Linear
 from hocket.layers.rotary import RotaryEmbedding
-from hocket.models.backends import backends_for, check_batch_invariance
+from hocket.models.backends import backends_for, check_batch_invariance, fastest_kernels
 
 TILED = TiledKernels()
 MOST = 300
@@ -168,15 +168,14 @@ def test_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch, caplog: py
     for name in [name for name in sys.modules if name.startswith("hocket.layers.triton_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert backends_for("sdpa", False, paged.CPU).kernels is PLAIN
+    assert fastest_kernels(paged.CPU) is PLAIN
     assert not caplog.records
-    assert backends_for("sdpa", False, gpu).kernels is PLAIN
+    assert fastest_kernels(gpu) is PLAIN
     assert "not fused" in caplog.text
     caplog.clear()
     monkeypatch.setenv("HOCKET_KERNELS", "torch")
-    assert backends_for("sdpa", False, gpu).kernels is PLAIN
+    assert fastest_kernels(gpu) is PLAIN
     assert not caplog.records
-    assert isinstance(backends_for("tiled", True, gpu).kernels, TiledKernels)
     monkeypatch.setenv("HOCKET_KERNELS", "fast")
     with pytest.raises(ConfigError, match="auto, torch"):
-        backends_for("sdpa", False, paged.CPU)
+        fastest_kernels(paged.CPU)
