@@ -51,6 +51,10 @@ class Kernels:
         """1 / (1 + e⁻ˣ), element by element."""
         return x.sigmoid()
 
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, K] · weight [N, K]ᵀ → fp32 [T, N]."""
+        return self.linear(x, weight).float()
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2N] → [T, N]: silu of the first half times the second."""
         gate, up = gate_up.chunk(2, dim=-1)

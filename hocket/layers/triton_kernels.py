@@ -6,6 +6,7 @@ alone, so all of it can be captured in a CUDA graph. Importing it imports triton
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hocket.config.moe import MoEConfig
@@ -16,6 +17,11 @@ from hocket.layers.rotary import Rotation
 
 class TritonKernels(Kernels):
     """PyTorch's matrix products, Triton between them."""
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return super().logits(x, weight)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)  # the sums as they are, never rounded to x's dtype
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_elementwise.silu_mul(gate_up)

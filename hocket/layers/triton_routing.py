@@ -23,14 +23,15 @@ LEAST_ROWS = 16
 MAX_SPLITS = 16
 PROGRAMS = 128
 """So many programs fill a GPU: the hidden width is split no further."""
-INDEX_BITS = tl.constexpr(20)
+LAST = tl.constexpr((1 << 20) - 1)
+"""The largest index that fits below a value in a key."""
 LOWEST = tl.constexpr(-(1 << 62))
 """Below every key."""
 NO_LIMIT, BEST, BEST_TWO = 0, 1, 2
 """What a group's score is: its best expert's (DeepSeek-V2) or the sum of its two best (DeepSeek-V3)."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _logits_kernel(
     x,
     weight,
@@ -72,7 +73,7 @@ def _keys(value, index, inside):
     """int64 that sort as (value, then lowest index first); all differ, whatever the values, NaN too."""
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    return tl.where(inside, (order << INDEX_BITS) + ((1 << INDEX_BITS) - 1 - index), LOWEST)
+    return tl.where(inside, (order << 20) + (LAST - index), LOWEST)
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _within_best_groups(
     return tl.where(kept[:, None] == 1, keys, LOWEST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     logits,
     bias,
@@ -147,7 +148,7 @@ def _choose_kernel(
         key = tl.max(tl.max(keys, axis=1), axis=0)
         best = keys == key
         weight = tl.where(slot == k, tl.sum(tl.sum(tl.where(best, score, 0.0), axis=1), axis=0), weight)
-        chosen = tl.where(slot == k, (1 << INDEX_BITS) - 1 - (key & ((1 << INDEX_BITS) - 1)), chosen)
+        chosen = tl.where(slot == k, LAST - (key & LAST), chosen)
         keys = tl.where(best, LOWEST, keys)
     if NORMALISE:
         weight = weight / (tl.sum(weight, axis=0) + norm_eps)

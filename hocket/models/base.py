@@ -174,7 +174,7 @@ class CausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → fp32 [N, V]."""
-        return self.backends.kernels.linear(hidden, self.lm_head).float()
+        return self.backends.kernels.logits(hidden, self.lm_head)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of a published checkpoint of this model, this rank's and the others'."""
