@@ -11,21 +11,19 @@ V value width, L latent width, S tokens of contexts.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hocket.attention.backend import AttentionBackend
 from hocket.attention.base import AttentionMetadata
 from hocket.attention.decode_buffers import DecodeBuffers
 from hocket.attention.flashinfer_library import HeadShapes, Library, WrapperSet
-from hocket.attention.mla import absorbed
+from hocket.attention.latent_calls import at, attend_absorbed, attend_expanded, written_at
 from hocket.attention.paging import Piece, latent_groups, pages, pieces, rows_of, slots_of, starts_of
 from hocket.attention.plan import Plan, Rows
 from hocket.trace import spans
@@ -165,12 +163,12 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         rotated = latent.shape[1] - kv_b.shape[2]
         out = _output(query, kv_b.shape[1] - (query.shape[2] - rotated), plan)
         for run in plan.paged:
-            with _rows_of(out, run.rows) as part:
-                _absorbed(_at(query, run.rows), kv_b, cache, run.wrapper, part)
+            with written_at(out, run.rows) as part:
+                attend_absorbed(at(query, run.rows), kv_b, cache, run.wrapper, part)
         for run in plan.expanded:
-            context = _at(latent, run.rows) if run.slots is None else cache.flatten(0, 1).index_select(0, run.slots)
-            with _rows_of(out, run.rows) as part:
-                _expanded(_at(query, run.rows), context, kv_b, run.wrapper, part)
+            context = at(latent, run.rows) if run.slots is None else cache.flatten(0, 1).index_select(0, run.slots)
+            with written_at(out, run.rows) as part:
+                attend_expanded(at(query, run.rows), context, kv_b, run.wrapper, part)
         return out.flatten(1)
 
     def _plan_heads(
@@ -292,45 +290,3 @@ def _output(query: Tensor, width: int, plan: FlashInferPlan) -> Tensor:
     """[T, H, width], zero where no call writes."""
     shape = (plan.num_rows, query.shape[1], width)
     return query.new_empty(shape) if plan.covers_all else query.new_zeros(shape)
-
-
-def _at(x: Tensor, rows: Rows) -> Tensor:
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-
-
-@contextmanager
-def _rows_of(out: Tensor, rows: Rows) -> Iterator[Tensor]:
-    """The rows of `out` to write to: themselves if consecutive, else others that are copied to them afterwards."""
-    if isinstance(rows, slice):
-        yield out[rows]
-    else:
-        part = out.new_empty(len(rows), *out.shape[1:])
-        yield part
-        out.index_copy_(0, rows, part)
-
-
-def _absorbed(query: Tensor, kv_b: Tensor, cache: Tensor, wrapper: Any, out: Tensor) -> None:
-    """query [R, H, N + P] over the latents in the cache → out [R, H, V]. No tensor is copied: kernels take strides."""
-    latent_width = kv_b.shape[2]
-    plain = query.shape[2] - (cache.shape[2] - latent_width)
-    into, out_of = absorbed(kv_b, plain)
-    in_latent = torch.bmm(query[..., :plain].transpose(0, 1), into)  # [H, R, L]
-    attended = torch.empty_like(in_latent)
-    wrapper.run(
-        in_latent.transpose(0, 1),
-        query[..., plain:],
-        cache[..., :latent_width],
-        cache[..., latent_width:],
-        out=attended.transpose(0, 1),
-    )
-    torch.bmm(attended, out_of, out=out.transpose(0, 1))
-
-
-def _expanded(query: Tensor, context: Tensor, kv_b: Tensor, wrapper: Any, out: Tensor) -> None:
-    """query [R, H, N + P] over keys and values made of latents [S, L + P] → out [R, H, V]."""
-    num_heads, width, latent_width = kv_b.shape
-    plain = query.shape[2] - (context.shape[1] - latent_width)
-    expanded = F.linear(context[:, :latent_width], kv_b.flatten(0, 1)).view(-1, num_heads, width)
-    shared = context[:, None, latent_width:].expand(-1, num_heads, -1)
-    key = torch.cat((expanded[..., :plain], shared), dim=-1)
-    wrapper.run(query, key, expanded[..., plain:], out=out)

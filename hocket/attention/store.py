@@ -12,15 +12,16 @@ from torch import Tensor
 
 
 def store_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Store the first rows of key and value [T, G, C] (a row's heads lie together) at `slots`, int64, distinct
-    where not −1; cache [2, blocks, block_size, G, C]."""
+    """Store key and value [T, G, C], a row's heads beside each other, at `slots`, int64, of the first rows.
+
+    Slot −1: nowhere. Of rows with the same slot one stays. cache [2, blocks, block_size, G, C].
+    """
     keys, values = cache.flatten(1, 2).flatten(2).unbind(0)
     _store(slots, keys, key.flatten(1), values, value.flatten(1))
 
 
 def store_latent(cache: Tensor, latent: Tensor, slots: Tensor) -> None:
-    """Store the first rows of `latent` [T, width] at `slots`, int64, distinct where not −1; cache [blocks, block_size,
-    width]."""
+    """Store latent rows [T, width] at `slots` in the same way; cache [blocks, block_size, width]."""
     rows = cache.flatten(0, 1)
     _store(slots, rows, latent, rows, None)
 

@@ -5,6 +5,7 @@ How far off bf16 may be is measured: the sdpa backend in bf16 on the same data m
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,10 +230,15 @@ def test_a_plan_is_changed_while_the_gpu_is_behind(backend: FlashInferAttention)
     backend.update(plan, steps[0].meta)
     steps[0].attend(backend, plan)
     torch.cuda.synchronize()
+    slots = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # the caller's, written anew for each step
+    metas = [dataclasses.replace(data.meta, slot_mapping=slots) for data in steps]
+    own_slots = [data.meta.slot_mapping.cpu() for data in steps]
     found = []
-    for data in (*steps, *steps):
+    for data, meta, own in zip(steps * 2, metas * 2, own_slots * 2, strict=True):
         torch.cuda._sleep(2_000_000)
-        backend.update(plan, data.meta)
+        slots.copy_(own)
+        backend.update(plan, meta)
+        slots.fill_(-1)
         found.append(data.attend(backend, plan))
-    for out, data in zip(found, (*steps, *steps), strict=True):
+    for out, data in zip(found, steps * 2, strict=True):
         check(out, data)
