@@ -206,7 +206,7 @@ def test_rows_per_expert_are_those_of_all_ranks() -> None:
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_block_sizes_grow_with_the_rows_and_fit(itemsize: int) -> None:
-    """The blocks under way of all programs on a multiprocessor fit into the 227 KiB of shared memory that Hopper has."""
+    """The blocks under way of all programs on a multiprocessor fit into Hopper's 227 KiB of shared memory."""
     last = 0
     for rows in (0.5, *range(1, 300)):
         config = tile_config(rows, itemsize)
