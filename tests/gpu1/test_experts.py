@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from hocket.errors import BackendUnavailable
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.registry import experts_class
+from hocket.moe.experts.tile_config import tile_config
+from hocket.moe.experts.triton_grouped import grouped_mlp
 from hocket.moe.transport.rows import RowFormat
 
 CUDA = torch.device("cuda")
@@ -170,6 +172,22 @@ def test_graphs(backend: str, num_rows: int, weights_of: dict[Shape, tuple[Tenso
         out.fill_(torch.nan)
         graph.replay()
         check(experts, fresh, out)
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("rows_per_expert", [1, 12, 50, 500])
+@pytest.mark.parametrize("name", ["v2-lite", "v3-slice"])
+def test_every_block_size(
+    name: str, rows_per_expert: float, use_tma: bool, weights_of: dict[Shape, tuple[Tensor, Tensor]]
+) -> None:
+    """With weights read either way, and a number of rows that the sizes are not for."""
+    shape = SHAPES[name]
+    experts = loaded("triton_grouped", shape, weights_of)
+    config = tile_config(rows_per_expert, 2)
+    config = replace(config, gate_up=replace(config.gate_up, use_tma=use_tma))
+    config = replace(config, down=replace(config.down, use_tma=use_tma))
+    case = random_case(shape, 300, seed=4)
+    check(experts, case, grouped_mlp(*case, experts.w13, experts.w2, config))
 
 
 @pytest.mark.parametrize(("backend", "num_sms"), [("triton_grouped", 1), ("triton_grouped", 40), ("deep_gemm", 120)])

@@ -18,6 +18,7 @@ from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.registry import experts_class, suitable_class
+from hocket.moe.experts.tile_config import tile_config
 
 HIDDEN, INTER = 24, 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -201,3 +202,17 @@ def test_rows_per_expert_are_those_of_all_ranks() -> None:
     kind = experts_class("reference")
     assert kind(2, HIDDEN, INTER).rows_per_expert(ids) == 32
     assert kind(2, HIDDEN, INTER, num_experts=8).rows_per_expert(ids) == 8
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_block_sizes_grow_with_the_rows_and_fit(itemsize: int) -> None:
+    """The blocks under way of all programs on a multiprocessor fit into Hopper's 227 KiB of shared memory."""
+    last = 0
+    for rows in (0.5, *range(1, 300)):
+        config = tile_config(rows, itemsize)
+        assert config.block_m >= last
+        last = config.block_m
+        for gemm, num_weights in ((config.gate_up, 2), (config.down, 1)):
+            columns = config.block_m + num_weights * gemm.block_n
+            in_flight = columns * gemm.block_k * itemsize * (gemm.num_stages - 1)
+            assert in_flight * gemm.programs_per_sm <= 227 * 1024

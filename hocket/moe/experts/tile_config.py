@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
     """block_n output columns (of gate and of up: so many each), block_k at a time; programs_per_sm run beside each
-    other; group: row tiles that go down one block of columns before the next one begins."""
+    other; group: row tiles that go down one block of columns before the next one begins; use_tma: whether weights are
+    read by the GPU's copy unit instead of by its threads."""
 
     block_n: int
     block_k: int
@@ -16,6 +17,7 @@ class GemmConfig:
     num_stages: int
     programs_per_sm: int
     group: int = 8
+    use_tma: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from hocket.moe.experts.base import Experts
 from hocket.moe.experts.tile_config import GemmConfig, TileConfig, tile_config
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TMA_BYTES = 16
+"""The copy unit takes rows that are multiples of so many bytes apart."""
 
 
 class TritonGroupedExperts(Experts):
@@ -62,7 +64,7 @@ def grouped_mlp(
     hidden = x.new_empty(tiles.num_places, inter)
     kernels.gate_up[_grid(config.gate_up, tiles, inter, sms)](
         x,
-        w13,
+        _weights(w13, config.gate_up),
         hidden,
         tiles.slot_of_place,
         tiles.expert_of_tile,
@@ -73,19 +75,19 @@ def grouped_mlp(
         D=hidden_size,
         INTER=inter,
         ALIGN=permute.row_alignment(x),
-        **_blocks(config.block_m, config.gate_up),
+        **_blocks(config.block_m, config.gate_up, w13),
     )
     out = x.new_empty(tiles.num_places, hidden_size)
     kernels.down[_grid(config.down, tiles, hidden_size, sms)](
         hidden,
-        w2,
+        _weights(w2, config.down),
         out,
         tiles.expert_of_tile,
         tiles.rows_of_tile,
         tiles.num_tiles,
         D=hidden_size,
         INTER=inter,
-        **_blocks(config.block_m, config.down),
+        **_blocks(config.block_m, config.down, w2),
     )
     return permute.gather_sum(out, tiles, weights)
 
@@ -95,13 +97,27 @@ def _grid(config: GemmConfig, tiles: permute.Tiles, columns: int, num_sms: int) 
     return (min(num_sms * config.programs_per_sm, tiles.max_tiles * -(-columns // config.block_n)),)
 
 
-def _blocks(block_m: int, config: GemmConfig) -> dict[str, int]:
+def _uses_tma(weights: Tensor, config: GemmConfig) -> bool:
+    return config.use_tma and weights.stride(1) * weights.element_size() % _TMA_BYTES == 0
+
+
+def _weights(weights: Tensor, config: GemmConfig) -> Any:
+    """[E, rows, columns] as the kernels take it."""
+    if not _uses_tma(weights, config):
+        return weights
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(weights.flatten(0, 1), [config.block_n, config.block_k])
+
+
+def _blocks(block_m: int, config: GemmConfig, weights: Tensor) -> dict[str, int]:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP": config.group,
         "STAGES": config.num_stages,
+        "USE_TMA": _uses_tma(weights, config),
         "num_warps": config.num_warps,
     }
 
