@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from in_process import InProcessGroup
 
 from hocket.cli.app import EXIT_CODES
 from hocket.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays() -> Iterator[None]:
+    """The command sets up this process's logging."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -67,3 +82,40 @@ sys.exit(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "hocket: interrupted\n")
+
+
+class Terminal(io.StringIO):
+    """Standard error as a person sees it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def generate(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What a run with its rank in this process writes to standard error, which is a terminal; output is not."""
+    terminal = Terminal()
+    with monkeypatch.context() as patched:
+        patched.setenv("TERM", "xterm")
+        patched.setattr("sys.stderr", terminal)
+        patched.setattr("hocket.llm.RankGroup.start", lambda *_: InProcessGroup())
+        assert run(patched, "generate", "--prompt", "In the", "--max-tokens", "2", *arguments) == 0
+    return terminal.getvalue()
+
+
+def test_progress_belongs_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever becomes of the results."""
+    for arguments in ((), ("--json",)):
+        error = generate(monkeypatch, *arguments)
+        out = capsys.readouterr().out
+        for what in ("loading", "generating"):
+            assert what in error
+            assert what not in out
+    assert json.loads(out)["outputs"][0]["prompt"] == "In the"
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_what_runs_is_said_once(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setenv("HOCKET_LOG_LEVEL", level)
+    assert generate(monkeypatch).count("ready in") == 1
