@@ -9,12 +9,15 @@ import typer
 from hocket.cli.options import engine_options
 from hocket.config.options import Options
 
-bench_app = typer.Typer(help="Measure. Every figure comes with its spread.", no_args_is_help=True)
+bench_app = typer.Typer(no_args_is_help=True)
 
 
 @bench_app.callback()
 def _bench() -> None:
-    """Measure. Every figure comes with its spread; the last line is JSON."""
+    """Measure. Every figure comes with its spread.
+
+    A table for people and, as the last line, JSON go to standard output: … | tail -n 1 gives the JSON alone.
+    """
 
 
 @bench_app.command()
