@@ -104,7 +104,9 @@ def _off(options: Options, work: Workload) -> Options:
         skip_tokenizer_init=True,
     )
     if resolve(off).overlap.num_ubatches > 1:
-        raise ConfigError(FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset, or overlap could not be off")
+        raise ConfigError(
+            FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset", where="where overlap must be off for half of the runs"
+        )
     return off
 
 

@@ -219,8 +219,8 @@ class Options:
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-                hint = f"a known option; did you mean {' or '.join(near)}?" if near else "a known option; see --help"
-                raise ConfigError(name, values[name], hint)
+                hint = " or ".join(near) if near else "the options that --help lists"
+                raise ConfigError(name, values[name], hint, where="because there is no such option")
         return cls(**values)
 
 
