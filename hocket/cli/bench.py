@@ -45,7 +45,7 @@ def throughput(
 
 
 @bench_app.command()
-@engine_options()
+@engine_options(data_parallel_size=2, enable_expert_parallel=True)
 def overlap(
     *,
     options: Options,
@@ -56,8 +56,8 @@ def overlap(
 ) -> None:
     """Overlap off against on, over an emulated link that takes about as long as compute.
 
-    The same prompts, on the same ranks (two, unless told otherwise); fails where their tokens differ. For another
-    link: --emulate-link-gb-per-s and --emulate-link-latency-us.
+    The same prompts, on the same ranks; fails where their tokens differ. For another link: --emulate-link-gb-per-s
+    and --emulate-link-latency-us.
 
     Example: hocket bench overlap --model tiny
     """

@@ -34,6 +34,7 @@ def test_off_and_on_over_a_link_as_slow_as_compute(tmp_path: Path) -> None:
     assert code == 0, err
     row = row_of(out)
     assert json.loads((tmp_path / "result.json").read_text())["rows"] == [row]
+    assert row["num_ranks"] == 2, "where nothing is said of it"
     assert row["link"]["emulated"]
     assert row["link"]["chosen_to_equal_compute"]
     assert row["link_ms"] == pytest.approx(row["compute_ms"])  # so the bandwidth was chosen; comm_ms is measured

@@ -45,6 +45,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("explain", "--model", "no/such/folder"), 1),  # CheckpointError
         (("bench", "handover", "--output", "no/such/folder/file"), 2),  # ConfigError
         (("explain", "--deterministic", "--attention-backend", "sdpa"), 2),  # BackendUnavailable
+        (("bench", "overlap", "--data-parallel-size", "1"), 2),
+        (("bench", "overlap", "--no-enable-expert-parallel"), 2),
         (("explain", "--block-size", "two"), 2),  # the command line's own
         (("explain", "--no-such-option"), 2),
         (("no-such-command",), 2),
