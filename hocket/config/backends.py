@@ -17,6 +17,8 @@ EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
 """Those between ranks that share experts."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
+PLACEMENTS = ("linear", "round_robin")
+"""Which rank holds which experts."""
 
 
 def check_invariant(kind: str, name: str, backends: Mapping[str, bool]) -> str:

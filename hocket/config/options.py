@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from hocket.config.backends import ATTENTION, EP_TRANSPORTS, EXECUTORS, EXPERTS
+from hocket.config.backends import ATTENTION, EP_TRANSPORTS, EXECUTORS, EXPERTS, PLACEMENTS
 from hocket.config.devices import DEVICES
 from hocket.config.harmless import without_harmless
 from hocket.errors import ConfigError
@@ -88,7 +88,7 @@ class Options:
         choices=("auto", *EP_TRANSPORTS),
     )
     expert_placement_strategy: str = _option(
-        "linear", help="which rank holds which experts", group="Parallel", choices=("linear", "round_robin")
+        "linear", help="which rank holds which experts", group="Parallel", choices=PLACEMENTS
     )
 
     enable_dbo: bool = _option(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ranks import RankEnv, RankPool, RanksFailed
 from torch import Tensor, nn
 
+from hocket.config.backends import PLACEMENTS
 from hocket.config.moe import MoEConfig
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
@@ -24,7 +25,7 @@ from hocket.moe.experts.base import Experts
 from hocket.moe.experts.registry import EXPERTS, experts_class
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
-from hocket.moe.placement import STRATEGIES, ExpertPlacement
+from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.registry import TRANSPORTS, build_transport
 from hocket.moe.transport.rows import RowFormat
@@ -163,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
         padding=draw(rows),
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(8, num_experts))),
-        strategy=draw(st.sampled_from(STRATEGIES)),
+        strategy=draw(st.sampled_from(PLACEMENTS)),
         ids=draw(st.sampled_from(("random", "random", "one_rank", "dropped"))),
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
         seed=draw(st.integers(0, 1000)),
