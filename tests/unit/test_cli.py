@@ -1,4 +1,4 @@
-"""The command line as scripts see it: exit codes, Ctrl-C at any time, and what goes to which stream."""
+"""The command line as scripts see it: exit codes, Ctrl-C while it imports, and what goes to which stream."""
 
 from __future__ import annotations
 
