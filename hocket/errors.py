@@ -40,17 +40,21 @@ class HocketError(Exception):
 
 
 class ConfigError(HocketError, ValueError):
-    """A wrong value: names the field, the value and what is allowed. `value` is whole, the message shortens it."""
+    """A wrong value: names the field, the value and what is allowed. `value` is whole, the message shortens it.
+
+    `where`, if not empty, goes on after "is not allowed": the condition that the value fails under ("with …").
+    """
 
     field: str = ""
     value: object = None
     allowed: str = ""
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
+    def __init__(self, field: str, value: object, allowed: str, *, where: str = "") -> None:
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}: {_shown(value)} is not allowed; allowed: {_one_line(allowed, _MAX_ALLOWED)}")
+        refused = f"is not allowed {_one_line(where, _MAX_ALLOWED)}".rstrip()
+        super().__init__(f"{field}: {_shown(value)} {refused}; allowed: {_one_line(allowed, _MAX_ALLOWED)}")
 
 
 class CheckpointError(HocketError):

@@ -150,7 +150,7 @@ class LLM:
             ConfigError: the model has no chat template and none was given.
         """
         if self._tokenizer is None:
-            raise ConfigError("skip_tokenizer_init", True, "false: chat needs the tokenizer")
+            raise ConfigError("skip_tokenizer_init", True, "false", where="for chat, which needs the tokenizer")
         template = self._tokenizer.template(chat_template)
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
@@ -172,7 +172,7 @@ class LLM:
     def get_tokenizer(self) -> ChatTokenizer:
         """The tokenizer, with transformers' usual methods; ConfigError with skip_tokenizer_init."""
         if self._tokenizer is None:
-            raise ConfigError("skip_tokenizer_init", True, "false: there is no tokenizer")
+            raise ConfigError("skip_tokenizer_init", True, "false", where="for get_tokenizer")
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -161,7 +161,7 @@ class Processor:
         token_ids = prompt.token_ids
         if token_ids is None:
             if self.tokenizer is None:
-                raise ConfigError("prompt", prompt.text, "token ids (skip_tokenizer_init is on)")
+                raise ConfigError("prompt", prompt.text, "token ids", where="with skip_tokenizer_init")
             token_ids = self.tokenizer.encode(prompt.text or "")
         if not token_ids:
             raise ConfigError("prompt", prompt.text if prompt.token_ids is None else [], "at least one token")
@@ -207,7 +207,7 @@ class Processor:
         if self.tokenizer is None:
             for field in ("stop", "bad_words"):
                 if getattr(params, field):
-                    raise ConfigError(field, getattr(params, field), "nothing (skip_tokenizer_init is on)")
+                    raise ConfigError(field, getattr(params, field), "None", where="with skip_tokenizer_init")
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         largest = max(ids, default=0)

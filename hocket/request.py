@@ -65,7 +65,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.is_greedy:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
             if self.n > 1:
-                raise ConfigError("n", self.n, "1 when temperature is 0 (all completions would be the same)")
+                raise ConfigError("n", self.n, "1", where="with temperature 0 (all completions would be the same)")
 
     def _take_numbers(self) -> None:
         self.n = _int("n", self.n, 1, MAX_COMPLETIONS)
@@ -95,7 +95,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.stop = _strings("stop", self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
         if self.stop and not self.detokenize:
-            raise ConfigError("stop", self.stop, "no stop strings when detokenize is False")
+            raise ConfigError("stop", self.stop, "None", where="with detokenize False")
         self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids or [])
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _ids("allowed_token_ids", self.allowed_token_ids)

@@ -13,7 +13,8 @@ from typing import Any
 
 import faults
 import torch
-from faults import Plant, moe_layers
+from faults import Plant, model_of
+from model_faults import moe_layers
 from overlap_transfer_faults import MOCKS, TRANSFER_FAULTS, mocked, receive_apart, ubatch_idx
 from torch import Tensor
 
@@ -201,7 +202,7 @@ def one_plan_for_all(engine: Engine) -> None:
 
 def lose_shared_experts(engine: Engine) -> None:
     """The second ubatch goes without shared experts."""
-    for layer in moe_layers(engine):
+    for layer in moe_layers(model_of(engine)):
         shared = layer.shared_experts
         assert shared is not None
         shared.register_forward_hook(lambda _module, _args, out: out * 0 if ubatch_idx() == 1 else out)

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from faults import Plant, moe_layers
+from faults import Plant, model_of
+from model_faults import moe_layers
 from torch import Tensor
 
 from hocket.engine import Engine
@@ -35,7 +36,7 @@ def ubatch_idx() -> int | None:
 
 
 def transports(engine: Engine) -> list[Any]:
-    found: dict[int, Any] = {id(layer.transport): layer.transport for layer in moe_layers(engine)}
+    found: dict[int, Any] = {id(layer.transport): layer.transport for layer in moe_layers(model_of(engine))}
     return list(found.values())
 
 

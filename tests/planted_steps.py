@@ -1,8 +1,9 @@
 """Makes a rank do wrong in the middle of a step, when a file says so. For tests only; ranks call `install` at start.
 
 The file PLANT_FILE holds "rank ubatch place what" once (places are joined by "-"). The rank and ubatch named do it in
-layer LAYER: raise; hang; wait (say so in PLANT_FILE.here, then sleep, so that a signal surely hits in the middle of the
-step); skip (leave the transfer out; in place "layer" the whole sparse layer).
+layer LAYER, where overlap is on in a step that is split: raise; hang; wait (say so in PLANT_FILE.here, then sleep, so
+that a signal surely hits in the middle of the step); skip (leave the transfer out; in place "layer" the whole sparse
+layer).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def planted(engine: Engine, place: str) -> str:
         return ""
     if context is None or [int(rank), int(ubatch), where] != [engine.mesh.rank, context.idx, place]:
         return ""
-    if context.baton.size == 1 and what != "hang":
+    if context.baton.size == 1 and engine.config.overlap.num_ubatches > 1:
         return ""  # the step is not split
     path.unlink()
     return what

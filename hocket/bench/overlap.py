@@ -45,10 +45,11 @@ class Workload:
 def run(options: Options, work: Workload, *, repeats: int, output: str | None) -> dict[str, Any]:
     """Measure off and on in turn, `repeats` times; print figures and, last, JSON.
 
-    Two ranks unless `options` ask for more. Without `emulate_link_gb_per_s` the bandwidth is chosen so that the link
+    Needs ranks that share experts. Without `emulate_link_gb_per_s` the bandwidth is chosen so that the link
     takes about as long as compute does: bytes sent per step over compute time per step, both measured without a link.
     """
     check_output(output)
+    _check_ranks(options)
     off = _off(options, work)
     on = replace(off, ubatch_size=options.ubatch_size, enable_dbo=options.enable_dbo or options.ubatch_size < 2)
     config = resolve(on)
@@ -91,12 +92,19 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
     return report
 
 
+def _check_ranks(options: Options) -> None:
+    """Refuse, in the user's own terms, what has no communication that could overlap."""
+    where = "in hocket bench overlap"
+    if options.data_parallel_size < 2:
+        raise ConfigError("data_parallel_size", options.data_parallel_size, "at least 2", where=where)
+    if not options.enable_expert_parallel:
+        raise ConfigError("enable_expert_parallel", False, "true", where=where)
+
+
 def _off(options: Options, work: Workload) -> Options:
-    """The engine without overlap: expert parallel, and a step holds one prompt unless the options say otherwise."""
+    """The engine without overlap, in which a step holds one prompt unless the options say otherwise."""
     off = replace(
         options,
-        data_parallel_size=max(2, options.data_parallel_size),
-        enable_expert_parallel=True,
         enable_dbo=False,
         ubatch_size=0,
         max_num_batched_tokens=options.max_num_batched_tokens or work.prompt_len,
@@ -104,7 +112,9 @@ def _off(options: Options, work: Workload) -> Options:
         skip_tokenizer_init=True,
     )
     if resolve(off).overlap.num_ubatches > 1:
-        raise ConfigError(FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset, or overlap could not be off")
+        raise ConfigError(
+            FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset", where="where overlap must be off for half of the runs"
+        )
     return off
 
 

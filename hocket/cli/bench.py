@@ -9,12 +9,15 @@ import typer
 from hocket.cli.options import engine_options
 from hocket.config.options import Options
 
-bench_app = typer.Typer(help="Measure. Every figure comes with its spread.", no_args_is_help=True)
+bench_app = typer.Typer(no_args_is_help=True)
 
 
 @bench_app.callback()
 def _bench() -> None:
-    """Measure. Every figure comes with its spread; the last line is JSON."""
+    """Measure. Every figure comes with its spread.
+
+    A table for people and, as the last line, JSON go to standard output: … | tail -n 1 gives the JSON alone.
+    """
 
 
 @bench_app.command()
@@ -42,7 +45,7 @@ def throughput(
 
 
 @bench_app.command()
-@engine_options()
+@engine_options(data_parallel_size=2, enable_expert_parallel=True)
 def overlap(
     *,
     options: Options,
@@ -53,8 +56,8 @@ def overlap(
 ) -> None:
     """Overlap off against on, over an emulated link that takes about as long as compute.
 
-    The same prompts, on the same ranks (two, unless told otherwise); fails where their tokens differ. For another
-    link: --emulate-link-gb-per-s and --emulate-link-latency-us.
+    The same prompts, on the same ranks; fails where their tokens differ. For another link: --emulate-link-gb-per-s
+    and --emulate-link-latency-us.
 
     Example: hocket bench overlap --model tiny
     """

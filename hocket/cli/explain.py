@@ -116,8 +116,8 @@ def _chosen(config: EngineConfig, phase: str) -> Schedule:
     from hocket.moe.transport.registry import transport_class
     from hocket.ubatch.lanes import WorkerLane
 
-    blocks = transport_class(config.parallel.all2all_backend).launch_blocks and not WorkerLane.has_own_thread
-    return schedule.choose(phase, blocks)
+    launch_blocks = transport_class(config.parallel.all2all_backend).launch_blocks
+    return schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=WorkerLane.has_own_thread)
 
 
 def _steady_state(config: EngineConfig, chosen: Schedule) -> tuple[list[Launch], int]:

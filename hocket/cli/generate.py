@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from dataclasses import asdict
@@ -99,14 +100,14 @@ def generate(
     sampling = _sampling(options, {name: value for name, value in given.items() if value is not None})
     from hocket.llm import LLM
 
-    with LLM.from_options(options, progress=not json_output) as llm:
-        if not json_output:
+    with LLM.from_options(options, progress=True) as llm:
+        if not json_output and not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             print(f"hocket: {llm.summary()}", file=sys.stderr)
         started = time.perf_counter()
         if chat:
-            results = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling, use_tqdm=not json_output)
+            results = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
         else:
-            results = llm.generate(prompts, sampling, use_tqdm=not json_output)
+            results = llm.generate(prompts, sampling)
         seconds = time.perf_counter() - started
         if json_output:
             print(json.dumps(_report(llm, options, sampling, results, seconds), ensure_ascii=False, allow_nan=False))

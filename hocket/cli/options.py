@@ -16,16 +16,19 @@ from hocket.errors import ConfigError
 _CONFIG_HELP = "YAML file of options, same names; the command line wins"
 
 
-def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def engine_options(
+    *, without: tuple[str, ...] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: gives a command every engine option; the command gets the chosen ones as one `Options` argument.
 
     The command's own parameters must be annotated for typer and come by keyword; it takes `options: Options` besides.
+    defaults: the command's own, by option, instead of the table's.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         chosen = [option for option in fields(Options) if option.name not in without]
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
-        engine_parameters = [_parameter(option) for option in chosen]
+        engine_parameters = [_parameter(option, defaults.get(option.name, option.default)) for option in chosen]
         config = inspect.Parameter(
             "config",
             inspect.Parameter.KEYWORD_ONLY,
@@ -36,12 +39,12 @@ def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             path = given.pop("config")
-            values = read_yaml(path) if path else {}
+            values = defaults | (read_yaml(path) if path else {})
             engine = {option.name: given.pop(option.name) for option in chosen}
             values |= {name: value for name, value in engine.items() if value is not None}
             for name in without:
                 if name in values:
-                    raise ConfigError(name, values[name], "not an option of this command")
+                    raise ConfigError(name, values[name], "not to give it", where="with this command")
             command(**given, options=Options.from_dict(values))
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + [config, *engine_parameters]
@@ -52,17 +55,16 @@ def engine_options(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., 
     return decorate
 
 
-def _parameter(option: Field[Any]) -> inspect.Parameter:
-    """A typer parameter whose default None means "not given": so a YAML file can supply it."""
+def _parameter(option: Field[Any], default: Any) -> inspect.Parameter:
+    """A typer parameter whose default None means "not given": so a YAML file can supply it. `default`: for the help."""
     kind, _ = option_type(option)
     flag = "--" + option.name.replace("_", "-")
     names = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
     text = option.metadata["help"]
     if option.metadata["choices"]:
         text += f": {', '.join(option.metadata['choices'])}"
-    if option.default is not None:
-        default = str(option.default).lower() if kind is bool else option.default
-        text += f" (default: {default})"
+    if default is not None:
+        text += f" (default: {str(default).lower() if kind is bool else default})"
     annotation = Annotated[
         kind | None,  # type: ignore[valid-type]
         typer.Option(*names, help=text, rich_help_panel=option.metadata["group"], show_default=False),

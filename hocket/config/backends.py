@@ -22,6 +22,8 @@ EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
 """Those between ranks that share experts."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
+PLACEMENTS = ("linear", "round_robin")
+"""Which rank holds which experts."""
 
 
 def check_device(kind: str, name: str, device: str, gpu_only: Collection[str], backends: Collection[str]) -> str:

@@ -60,7 +60,7 @@ def read_moe(model_type: str, hf: Values, num_layers: int) -> MoEConfig:
         raise ConfigError("topk_method", method, "greedy, group_limited_greedy, noaux_tc")
     norm = hf.flag("norm_topk_prob", default.norm_topk_prob)
     if model_type == "deepseek_v2" and norm:
-        raise ConfigError("norm_topk_prob", True, "false for deepseek_v2 (no published model defines it)")
+        raise ConfigError("norm_topk_prob", True, "false", where="for deepseek_v2 (no published model defines it)")
     moe = MoEConfig(
         num_experts=experts,
         top_k=hf.whole("num_experts_per_tok"),

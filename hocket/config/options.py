@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from hocket.config.backends import ATTENTION, EP_TRANSPORTS, EXECUTORS, EXPERTS
+from hocket.config.backends import ATTENTION, EP_TRANSPORTS, EXECUTORS, EXPERTS, PLACEMENTS
 from hocket.config.devices import DEVICES
 from hocket.config.harmless import without_harmless
 from hocket.errors import ConfigError
@@ -88,7 +88,7 @@ class Options:
         choices=("auto", *EP_TRANSPORTS),
     )
     expert_placement_strategy: str = _option(
-        "linear", help="which rank holds which experts", group="Parallel", choices=("linear", "round_robin")
+        "linear", help="which rank holds which experts", group="Parallel", choices=PLACEMENTS
     )
     max_nccl_ctas: int | None = _option(
         None,
@@ -246,8 +246,8 @@ class Options:
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
-                hint = f"a known option; did you mean {' or '.join(near)}?" if near else "a known option; see --help"
-                raise ConfigError(name, values[name], hint)
+                hint = " or ".join(near) if near else "the options that --help lists"
+                raise ConfigError(name, values[name], hint, where="because there is no such option")
         return cls(**values)
 
 

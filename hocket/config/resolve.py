@@ -31,6 +31,7 @@ from hocket.errors import ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_SEQS = 256
+_ALONE = "without enable_expert_parallel and data_parallel_size over 1"
 
 
 def model_folder(name: str) -> Path:
@@ -85,7 +86,7 @@ def _refuse_unsupported(options: Options) -> None:
     for field in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = getattr(options, field)
         if size > 1:
-            raise ConfigError(field, size, "1; use data_parallel_size with enable_expert_parallel to use more devices")
+            raise ConfigError(field, size, "1 (for more devices: data_parallel_size with enable_expert_parallel)")
 
 
 def _device(options: Options) -> str:
@@ -102,7 +103,8 @@ def _device(options: Options) -> str:
         allowed = f"at most {found}, the GPUs of this host (or device cpu)"
         raise ConfigError("data_parallel_size", options.data_parallel_size, allowed)
     if options.deterministic:
-        raise ConfigError("deterministic", True, "false on cuda (no backend is batch-invariant there), or device cpu")
+        where = "on cuda, where no backend is batch-invariant"
+        raise ConfigError("deterministic", True, "false, or device cpu", where=where)
     asked = {
         "enable_dbo": options.enable_dbo,
         "ubatch_size": options.ubatch_size,
@@ -110,9 +112,11 @@ def _device(options: Options) -> str:
     }
     for field, value in asked.items():
         if value > 1 or value is True:
-            raise ConfigError(field, value, "off on cuda, where overlap is not built yet (or device cpu)")
+            raise ConfigError(field, value, "off, or device cpu", where="on cuda, where overlap is not built yet")
     if options.emulate_link_gb_per_s is not None:
-        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "nothing on cuda (or device cpu)")
+        raise ConfigError(
+            "emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it, or device cpu", where="on cuda"
+        )
     return device
 
 
@@ -135,7 +139,7 @@ def _backends(options: Options, model: ModelConfig, transport: str, device: str)
     if not options.deterministic:
         return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each
-        raise ConfigError("deterministic", True, "false for a model of one attention head")
+        raise ConfigError("deterministic", True, "false", where="for a model of one attention head")
     check_invariant("all2all backend", transport, TRANSPORTS)
     return (
         check_invariant("attention backend", "tiled" if attention == "auto" else attention, ATTENTION),
@@ -147,8 +151,7 @@ def _parallel(options: Options, top_k: int) -> ParallelConfig:
     shared = options.enable_expert_parallel and options.data_parallel_size > 1
     if not shared:
         if options.all2all_backend != "auto":
-            needs = "auto, unless data_parallel_size is over 1 with enable_expert_parallel"
-            raise ConfigError("all2all_backend", options.all2all_backend, needs)
+            raise ConfigError("all2all_backend", options.all2all_backend, "auto", where=_ALONE)
         backend = "local"
     else:
         backend = options.all2all_backend
@@ -169,26 +172,24 @@ def _parallel(options: Options, top_k: int) -> ParallelConfig:
 def _emulated_link(options: Options, shared: bool) -> EmulatedLink | None:
     if options.emulate_link_gb_per_s is None:
         if options.emulate_link_latency_us:
-            allowed = "0 without emulate_link_gb_per_s"
-            raise ConfigError("emulate_link_latency_us", options.emulate_link_latency_us, allowed)
+            latency_us = options.emulate_link_latency_us
+            raise ConfigError("emulate_link_latency_us", latency_us, "0", where="without emulate_link_gb_per_s")
         return None
     if not shared:
-        allowed = "nothing, unless data_parallel_size is over 1 with enable_expert_parallel"
-        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, allowed)
+        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it", where=_ALONE)
     return EmulatedLink(gb_per_s=options.emulate_link_gb_per_s, latency_us=options.emulate_link_latency_us)
 
 
 def _overlap(options: Options) -> OverlapConfig:
     """How steps are split; asking for it where it cannot be is an error, never silently ignored."""
     if options.enable_dbo and options.ubatch_size not in (0, 2):
-        raise ConfigError("ubatch_size", options.ubatch_size, "0 or 2 with enable_dbo (leave one of the two out)")
+        raise ConfigError("ubatch_size", options.ubatch_size, "0 or 2", where="with enable_dbo")
     forced = FORCE_SPLIT.get_int(0)
     asked = 2 if options.enable_dbo else max(1, options.ubatch_size)
     num_ubatches = forced if forced > 1 else asked
     if asked > 1 and not (options.enable_expert_parallel and options.data_parallel_size > 1):
         field = "enable_dbo" if options.enable_dbo else "ubatch_size"
-        needs = "off, unless data_parallel_size is over 1 with enable_expert_parallel"
-        raise ConfigError(field, getattr(options, field), needs)
+        raise ConfigError(field, getattr(options, field), "off", where=_ALONE)
     if num_ubatches > 1:
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if getattr(options, name) < num_ubatches and forced < 2:
@@ -228,8 +229,8 @@ def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:
         tokens = tokens if options.enable_chunked_prefill else max(tokens, max_len)
     seqs = options.max_num_seqs or min(DEFAULT_SEQS, tokens)
     if not options.enable_chunked_prefill and tokens < max_len:
-        allowed = f"at least max_model_len ({max_len}) without chunked prefill"
-        raise ConfigError("max_num_batched_tokens", tokens, allowed)
+        allowed = f"at least max_model_len ({max_len})"
+        raise ConfigError("max_num_batched_tokens", tokens, allowed, where="without chunked prefill")
     if tokens < seqs:
         raise ConfigError("max_num_batched_tokens", tokens, f"at least max_num_seqs ({seqs})")
     return SchedulerConfig(

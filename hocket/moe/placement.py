@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from hocket.config.backends import PLACEMENTS
 from hocket.errors import ConfigError
-
-STRATEGIES = ("linear", "round_robin")
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,8 @@ class ExpertPlacement:
         for field in ("num_experts", "num_ranks"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "at least 1")
-        if self.strategy not in STRATEGIES:
-            raise ConfigError("expert_placement_strategy", self.strategy, ", ".join(STRATEGIES))
+        if self.strategy not in PLACEMENTS:
+            raise ConfigError("expert_placement_strategy", self.strategy, ", ".join(PLACEMENTS))
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """Ids of the experts on `rank`, in the order of their local indices."""

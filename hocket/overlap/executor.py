@@ -50,13 +50,17 @@ class UBatchExecutor:
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
-        blocks = False
+        launch_blocks, has_own_thread = False, True
         if size > 1:
             last_resort_s = timeout_s + _GRACE_S
             lane = WorkerLane(last_resort_s, thread_setup(device), record=record)
             self._alternating = (make_baton(kind, size, last_resort_s, device), lane)
-            blocks = not lane.has_own_thread and any(layer.transport.launch_blocks for layer in self._layers)
-        self.schedules = {phase: schedule.choose(phase, blocks) for phase in schedule.PHASES}
+            launch_blocks = any(layer.transport.launch_blocks for layer in self._layers)
+            has_own_thread = lane.has_own_thread
+        self.schedules = {
+            phase: schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=has_own_thread)
+            for phase in schedule.PHASES
+        }
 
     def run(self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], phase: str) -> list[Tensor]:
         """Final hidden states [T, D] of each ubatch, by index. `phase`: one of schedule.PHASES, equal on all ranks.

@@ -66,10 +66,11 @@ _CHOICE = {
 PHASES = ("prefill", "decode")
 
 
-def choose(phase: str, launch_blocks: bool) -> Schedule:
+def choose(phase: str, *, launch_blocks: bool, has_own_thread: bool) -> Schedule:
     """The schedule of a step. phase: "decode" if every working rank has only decodes of one length, else "prefill",
-    the same on all ranks; launch_blocks: whether launching a transfer makes the host wait."""
-    return _CHOICE[phase, launch_blocks]
+    the same on all ranks; launch_blocks: whether launching a transfer makes its thread wait; has_own_thread: whether
+    that is one of the transfers' lane, so that compute goes on."""
+    return _CHOICE[phase, launch_blocks and not has_own_thread]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class ChatTemplate:
         Raises ConfigError when there is no template or the template refuses the messages.
         """
         if continue_final_message and add_generation_prompt:
-            raise ConfigError("add_generation_prompt", True, "False with continue_final_message")
+            raise ConfigError("add_generation_prompt", True, "False", where="with continue_final_message")
         chat = [_plain(message) for message in messages]
         if not chat or not all(isinstance(message, dict) and "role" in message for message in chat):
             raise ConfigError("messages", len(chat), 'at least one, each {"role": …, "content": …}')
@@ -178,13 +178,14 @@ def _with_mark(content: Any) -> Any:
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 part["text"] += _CONTINUE_MARK
                 return content
-    raise ConfigError("continue_final_message", True, "True only when the last message has text")
+    raise ConfigError("continue_final_message", True, "False", where="where the last message has no text")
 
 
 def _cut_at_mark(text: str) -> str:
     at = text.rfind(_CONTINUE_MARK.strip())
     if at < 0:
-        raise ConfigError("continue_final_message", True, "False: the chat template leaves the last message out")
+        where = "where the chat template leaves the last message out"
+        raise ConfigError("continue_final_message", True, "False", where=where)
     # A template that trims the content took the mark's own space, and so would have taken the content's.
     return text[:at] if text.startswith(_CONTINUE_MARK, at) else text[:at].rstrip()
 

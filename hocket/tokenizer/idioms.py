@@ -141,4 +141,4 @@ class ChatTokenizer(Tokenizer):
 
 def _refuse_tensors(wanted: object) -> None:
     if wanted is not None:
-        raise ConfigError("return_tensors", wanted, "None: lists of ids are returned")
+        raise ConfigError("return_tensors", wanted, "None (lists of ids are returned)")

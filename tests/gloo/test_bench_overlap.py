@@ -34,11 +34,12 @@ def test_off_and_on_over_a_link_as_slow_as_compute(tmp_path: Path) -> None:
     assert code == 0, err
     row = row_of(out)
     assert json.loads((tmp_path / "result.json").read_text())["rows"] == [row]
+    assert row["num_ranks"] == 2, "where nothing is said of it"
     assert row["link"]["emulated"]
     assert row["link"]["chosen_to_equal_compute"]
     assert row["link_ms"] == pytest.approx(row["compute_ms"])  # so the bandwidth was chosen; comm_ms is measured
-    # 5 sparse layers; a row travels with 4 ids and its transfer's number, and 4 weights, and its sum comes back.
-    assert row["bytes_per_step"] == 5 * 64 * ((192 * 4 + 32 + 16) + 192 * 4)
+    # 5 sparse layers; a row travels with 4 ids and its transfer's number, and 4 weights; its sum comes back, numbered.
+    assert row["bytes_per_step"] == 5 * 64 * ((192 * 4 + 32 + 16) + (192 * 4 + 16))
     off, on = row["off"], row["on"]
     assert (off["steps"], off["split"], on["steps"], on["split"]) == (2, 0, 2, 2)
     for one in (off, on):

@@ -13,8 +13,9 @@ import more_checkpoints
 import pytest
 import torch
 from checkpoints import hf_reference
-from faults import FAULT_FILE, FAULTS, RANK_FAULTS, V2, V3, lose_expert, moe_layers
+from faults import FAULT_FILE, FAULTS, RANK_FAULTS, V2, V3, lose_expert, model_of
 from in_process import engine_of, in_process_llm
+from model_faults import moe_layers
 from patched_ranks import patched_ranks
 from test_same_answers import NUM_TOKENS, TOLERANCE, check, prompts_of, run
 
@@ -72,7 +73,7 @@ def test_every_fault_is_noticed(checkpoints: Checkpoints, name: str) -> None:
 def test_the_least_used_expert_lost_is_noticed(checkpoints: Checkpoints, model: str) -> None:
     path = checkpoints(model)
     with in_process_llm(path, **OPTIONS) as llm:
-        layers = moe_layers(engine_of(llm))
+        layers = moe_layers(model_of(engine_of(llm)))
         for layer in layers:
             layer.count_expert_load()
         assert wrong(llm, path) == ""

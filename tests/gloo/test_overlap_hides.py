@@ -10,14 +10,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from configs import PLAIN_MOE
 from ranks import RankEnv, RankPool
 from torch import Tensor, nn
 
 from hocket.attention.base import AttentionMetadata
-from hocket.config.moe import MoEConfig
 from hocket.models.base import UBatchInputs
 from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
@@ -52,11 +53,7 @@ class SleepingModel(nn.Module):
     def __init__(self, env: RankEnv) -> None:
         super().__init__()
         placement = ExpertPlacement(2, 2, "linear")
-        config = MoEConfig(
-            num_experts=2, top_k=1, intermediate_size=16, num_shared_experts=0, scoring="softmax",
-            topk_method="greedy", num_groups=1, topk_groups=1, norm_topk_prob=True, routed_scaling_factor=1.0,
-            layers=(True,) * NUM_LAYERS,
-        )  # fmt: skip
+        config = replace(PLAIN_MOE, num_experts=2, top_k=1, layers=(True,) * NUM_LAYERS)
         row_bytes = HIDDEN * 4
         link = LinkEmulator(
             TorchTransport(placement, env.rank, env.groups[2], CPU),

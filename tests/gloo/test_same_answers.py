@@ -18,6 +18,7 @@ from checkpoints import hf_reference
 from gloo_groups import Groups
 from pairwise import Cell, full_grid, pairwise_cover
 
+from hocket.config.backends import PLACEMENTS
 from hocket.llm import LLM
 from hocket.outputs import RequestOutput
 from hocket.request import SamplingParams
@@ -34,7 +35,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "transport": ("torch", "allgather_reducescatter"),
     "experts": ("reference", "grouped_mm"),
     "layout": ("published", "fused", "fused-sharded", "old-config"),
-    "placement": ("linear", "round_robin"),
+    "placement": PLACEMENTS,
 }
 
 

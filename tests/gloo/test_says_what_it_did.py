@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from answers import greedy, settled_stats
 from counters import assert_add_up, reasons_of
-from failing_steps import FAIL_FILE
 from gloo_groups import Groups
 from patched_ranks import environment_of, patched_ranks
+from planted_steps import PLANT_FILE
 
 from hocket.config.options import Options
 from hocket.errors import UBatchFailed
@@ -56,17 +56,17 @@ def test_counters_add_up_on_every_rank(groups: Groups, checkpoints: Checkpoints,
 @pytest.mark.parametrize("overlap", [False, True])
 def test_failed_and_dropped_steps_are_counted_alike(tmp_path: Path, checkpoints: Checkpoints, overlap: bool) -> None:
     """A step that fails keeps its reason; the one scheduled on top of it is `step_dropped`, on all ranks."""
-    fail_file, num_ranks = tmp_path / "where", 3
+    plant_file, num_ranks = tmp_path / "where", 3
     wide = {"data_parallel_size": num_ranks, "enable_expert_parallel": True, "skip_tokenizer_init": True}
     options = Options.from_dict(
         {"model": str(checkpoints("v2")), "step_timeout": 20.0, **wide, **(ON if overlap else {})}
     )
     with (
-        patched_ranks(num_ranks, "failing_steps:install", **{FAIL_FILE: str(fail_file)}) as group,
+        patched_ranks(num_ranks, "planted_steps:install", **{PLANT_FILE: str(plant_file)}) as group,
         LLM.from_options(options, group=group) as llm,
     ):
         for count, where in enumerate(("0 0 experts", "2 0 attention", "1 0 router"), 1):
-            fail_file.write_text(where)
+            plant_file.write_text(f"{where} raise")
             # Rank 2 has no request: where it is the one to fail, it fails without any.
             with pytest.raises(UBatchFailed, match=f"failed on rank {where[0]}"):
                 llm.generate(PROMPTS[:8], greedy(12), data_parallel_rank=[0, 1] * 4)

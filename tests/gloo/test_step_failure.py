@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from failing_steps import FAIL_FILE
 from patched_ranks import patched_ranks
+from planted_steps import PLANT_FILE
 
 from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
@@ -22,19 +22,19 @@ PROMPTS = [[5 + i, 6, 7] for i in range(12)]
 
 
 @pytest.fixture(scope="module")
-def fail_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plant_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("failing") / "where"
 
 
 @pytest.fixture(scope="module")
-def group(fail_file: Path) -> Iterator[RankGroup]:
-    with patched_ranks(NUM_RANKS, "failing_steps:install", **{FAIL_FILE: str(fail_file)}) as made:
+def group(plant_file: Path) -> Iterator[RankGroup]:
+    with patched_ranks(NUM_RANKS, "planted_steps:install", **{PLANT_FILE: str(plant_file)}) as made:
         yield made
 
 
 @pytest.mark.parametrize("executor", [None, "greenlet", "thread"])
 def test_a_failed_step_is_named_and_the_next_one_works(
-    group: RankGroup, fail_file: Path, checkpoints: Callable[..., Path], executor: str | None
+    group: RankGroup, plant_file: Path, checkpoints: Callable[..., Path], executor: str | None
 ) -> None:
     values = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_threshold": 2}
     options = Options.from_dict(
@@ -52,7 +52,7 @@ def test_a_failed_step_is_named_and_the_next_one_works(
         for rank, ubatch, stage in ((0, 0, "attention"), (1, 1, "experts"), (2, 0, "router"), (2, 1, "attention")):
             if executor is None and ubatch:
                 continue
-            fail_file.write_text(f"{rank} {ubatch} {stage}")
+            plant_file.write_text(f"{rank} {ubatch} {stage} raise")
             started = time.monotonic()
             with pytest.raises(UBatchFailed) as caught:
                 llm.generate(PROMPTS, GREEDY)

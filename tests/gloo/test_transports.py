@@ -10,13 +10,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from configs import MOE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import RankEnv, RankPool, RanksFailed
 from torch import Tensor, nn
 
-from hocket.config.backends import CPU_EXPERTS
-from hocket.config.moe import MoEConfig
+from hocket.config.backends import CPU_EXPERTS, PLACEMENTS
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
 from hocket.errors import CapacityError, HocketError, RankLost, StepDesync
@@ -25,7 +25,7 @@ from hocket.moe.experts.base import Experts
 from hocket.moe.experts.registry import experts_class
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
-from hocket.moe.placement import STRATEGIES, ExpertPlacement
+from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.registry import TRANSPORTS, build_transport
 from hocket.moe.transport.rows import RowFormat
@@ -33,7 +33,7 @@ from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
 CPU = torch.device("cpu")
-HIDDEN, INTER = 24, 16
+HIDDEN, INTER = 24, MOE.intermediate_size
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 
 
@@ -164,7 +164,7 @@ def cases(draw: st.DrawFn) -> Case:
         padding=draw(rows),
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(8, num_experts))),
-        strategy=draw(st.sampled_from(STRATEGIES)),
+        strategy=draw(st.sampled_from(PLACEMENTS)),
         ids=draw(st.sampled_from(("random", "random", "one_rank", "dropped"))),
         dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16))),
         seed=draw(st.integers(0, 1000)),
@@ -265,28 +265,13 @@ def test_ids_out_of_range(pool: RankPool, name: str) -> None:
         assert all(m.startswith("expert ids must be -1 or in [0, 4)") for m in messages)
 
 
-CONFIG = MoEConfig(
-    num_experts=8,
-    top_k=3,
-    intermediate_size=INTER,
-    num_shared_experts=1,
-    scoring="sigmoid",
-    topk_method="noaux_tc",
-    num_groups=4,
-    topk_groups=2,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    layers=(True,),
-)
-
-
 def make_layer(mesh: Mesh, transport: str, backend: str) -> MoELayer:
-    placement = ExpertPlacement(CONFIG.num_experts, mesh.ep_size, "round_robin")
+    placement = ExpertPlacement(MOE.num_experts, mesh.ep_size, "round_robin")
     torch.manual_seed(3)
     shared = nn.Linear(HIDDEN, HIDDEN, bias=False)
     factory = MoEFactory(mesh, placement, transport, backend)
-    layer = factory.build(CONFIG, HIDDEN, "silu", shared, CPU, torch.float32)
-    case = Case((1,) * mesh.ep_size, (0,) * mesh.ep_size, CONFIG.num_experts, CONFIG.top_k, strategy="round_robin")
+    layer = factory.build(MOE, HIDDEN, "silu", shared, CPU, torch.float32)
+    case = Case((1,) * mesh.ep_size, (0,) * mesh.ep_size, MOE.num_experts, MOE.top_k, strategy="round_robin")
     experts = make_experts(case, "reference", placement.experts_of(mesh.ep_rank))
     layer.experts.load_state_dict(experts.state_dict())
     nn.init.normal_(layer.router.weight)
@@ -311,7 +296,7 @@ def check_layer(env: RankEnv, transport: str, backend: str) -> list[int]:
     torch.testing.assert_close(out[:num_tokens], expected, atol=1e-5, rtol=1e-5)
     load = layer.expert_load
     assert load is not None
-    assert int(load.sum()) == num_tokens * CONFIG.top_k
+    assert int(load.sum()) == num_tokens * MOE.top_k
     return [int(v) for v in load]
 
 

@@ -89,7 +89,7 @@ def test_continue_final_message() -> None:
         template().render(chat, continue_final_message=True)
     with pytest.raises(ConfigError, match="leaves the last message out"):
         template("x").render(chat, **options)
-    with pytest.raises(ConfigError, match="has text"):
+    with pytest.raises(ConfigError, match="has no text"):
         template().render([{"role": "assistant", "content": None}], **options)
 
 

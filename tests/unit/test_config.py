@@ -185,7 +185,9 @@ def test_deterministic_refuses_what_is_not(folder: str, given: dict[str, Any], m
 def test_deterministic_needs_two_heads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN | {"num_attention_heads": 1, "num_key_value_heads": 1}))
     assert resolve(Options(model=str(tmp_path)))
-    with pytest.raises(ConfigError, match="deterministic: True is not allowed; allowed: false for a model of one"):
+    with pytest.raises(
+        ConfigError, match="deterministic: True is not allowed for a model of one attention head; allowed: false"
+    ):
         resolve(Options(model=str(tmp_path), deterministic=True))
 
 

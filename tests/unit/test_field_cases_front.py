@@ -59,13 +59,16 @@ DUAL = (*WIDE, "--enable-dbo")
         (("--data-parallel-size", "2", "--all2all-backend", "torch"), ("all2all_backend", "enable_expert_parallel")),
         (("--expert-parallel-size", "2"), ("--expert-parallel-size", "--help")),
         # R090, R091, R132: one rank, pipelines, tensor parallelism.
-        (("--all2all-backend", "torch"), ("all2all_backend", "data_parallel_size is over 1")),
+        (
+            ("--all2all-backend", "torch"),
+            ("all2all_backend", "without enable_expert_parallel and data_parallel_size over 1"),
+        ),
         (("--pipeline-parallel-size", "2"), ("pipeline_parallel_size", "2", "data_parallel_size")),
         (("--tensor-parallel-size", "2"), ("tensor_parallel_size", "2", "data_parallel_size")),
         # The same with overlap, and overlap where there is nothing to overlap.
-        (("--enable-dbo",), ("enable_dbo", "data_parallel_size is over 1")),
-        (("--ubatch-size", "3"), ("ubatch_size", "data_parallel_size is over 1")),
-        (("--data-parallel-size", "2", "--enable-dbo"), ("enable_dbo", "with enable_expert_parallel")),
+        (("--enable-dbo",), ("enable_dbo", "without enable_expert_parallel and data_parallel_size over 1")),
+        (("--ubatch-size", "3"), ("ubatch_size", "without enable_expert_parallel and data_parallel_size over 1")),
+        (("--data-parallel-size", "2", "--enable-dbo"), ("enable_dbo", "without enable_expert_parallel")),
         ((*DUAL, "--pipeline-parallel-size", "2"), ("pipeline_parallel_size", "2", "data_parallel_size")),
         ((*DUAL, "--expert-parallel-size", "1"), ("--expert-parallel-size", "--help")),
         *[

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from configs import MOE, PLAIN_MOE
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -27,31 +27,13 @@ from hocket.moe.transport.registry import build_transport
 from hocket.moe.transport.rows import RowFormat
 
 CPU = torch.device("cpu")
-HIDDEN, INTER, NUM_EXPERTS, TOP_K = 32, 16, 8, 3
+HIDDEN, NUM_EXPERTS = 32, MOE.num_experts
 MESH = Mesh(rank=0, world_size=1, device=CPU)
-SHAPE: dict[str, Any] = {"hidden_size": HIDDEN, "moe_intermediate_size": INTER, "num_experts_per_tok": TOP_K}
-V3 = MoEConfig(
-    num_experts=NUM_EXPERTS,
-    top_k=TOP_K,
-    intermediate_size=INTER,
-    num_shared_experts=1,
-    scoring="sigmoid",
-    topk_method="noaux_tc",
-    num_groups=4,
-    topk_groups=2,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    layers=(True,),
-)
-QWEN = replace(
-    V3,
-    num_shared_experts=0,
-    scoring="softmax",
-    topk_method="greedy",
-    num_groups=1,
-    topk_groups=1,
-    routed_scaling_factor=1.0,
-)
+SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "moe_intermediate_size": MOE.intermediate_size,
+    "num_experts_per_tok": MOE.top_k,
+}
 
 
 def layout(num_tokens: int, num_padded: int | None = None) -> TokenLayout:
@@ -86,7 +68,7 @@ def test_same_as_transformers(backend: str) -> None:
     v3 = DeepseekV3MoE(DeepseekV3Config(**SHAPE, n_routed_experts=NUM_EXPERTS, n_group=4, topk_group=2))
     qwen = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**SHAPE, num_experts=NUM_EXPERTS, norm_topk_prob=True))
     x = torch.randn(1, 50, HIDDEN)
-    for config, block, shared in ((V3, v3, v3.shared_experts), (QWEN, qwen, None)):
+    for config, block, shared in ((MOE, v3, v3.shared_experts), (PLAIN_MOE, qwen, None)):
         layer = make(config, backend, shared)
         copy_from(layer, block)
         torch.testing.assert_close(layer(x[0], layout(50)), block(x)[0], atol=1e-4, rtol=1e-5)
@@ -96,7 +78,7 @@ def test_same_as_transformers(backend: str) -> None:
 @torch.no_grad()
 def test_padding_computes_nothing_and_reaches_nobody(backend: str) -> None:
     torch.manual_seed(0)
-    layer = make(V3, backend)
+    layer = make(MOE, backend)
     x = torch.randn(7, HIDDEN)
     clean = layer(x[:5], layout(5))
     x[5:] = torch.nan
@@ -110,7 +92,7 @@ def test_padding_computes_nothing_and_reaches_nobody(backend: str) -> None:
 @torch.no_grad()
 def test_padding_in_the_middle() -> None:
     torch.manual_seed(0)
-    layer = make(V3)
+    layer = make(MOE)
     x = torch.randn(4, HIDDEN)
     is_padding = torch.tensor([False, True, False, False])
     mixed = TokenLayout(num_tokens=3, num_padded=4, is_padding=is_padding, num_padded_max=6)
@@ -122,7 +104,7 @@ def test_padding_in_the_middle() -> None:
 @torch.no_grad()
 def test_load_is_counted_for_real_tokens_when_asked() -> None:
     torch.manual_seed(0)
-    layer = make(V3)
+    layer = make(MOE)
     x = torch.randn(6, HIDDEN)
     layer(x, layout(6))
     assert layer.expert_load is None
@@ -139,7 +121,7 @@ def test_load_is_counted_for_real_tokens_when_asked() -> None:
 
 @torch.no_grad()
 def test_ids_out_of_range() -> None:
-    layer = make(V3)
+    layer = make(MOE)
     layer.transport = LocalTransport(ExpertPlacement(2, 1))
     with pytest.raises(HocketError, match=r"expert ids must be -1 or in \[0, 2\)"):
         layer(torch.randn(20, HIDDEN), layout(20))
@@ -191,10 +173,10 @@ def test_the_factory_checks_what_it_is_given(caplog: pytest.LogCaptureFixture) -
         MoEFactory(MESH, ExpertPlacement(8, 2), "torch", "reference")
     with pytest.raises(ConfigError, match="num_experts"):
         MoEFactory(MESH, ExpertPlacement(9, 1), "local", "reference").build(
-            V3, HIDDEN, "silu", None, CPU, torch.float32
+            MOE, HIDDEN, "silu", None, CPU, torch.float32
         )
     factory = MoEFactory(MESH, ExpertPlacement(8, 1), "local", "grouped_mm")
-    layers = [factory.build(V3, 30, "silu", None, CPU, torch.bfloat16, torch.bfloat16) for _ in range(3)]
+    layers = [factory.build(MOE, 30, "silu", None, CPU, torch.bfloat16, torch.bfloat16) for _ in range(3)]
     assert [layer.experts.name for layer in layers] == ["reference"] * 3
     assert len(caplog.messages) == 1, "a stand-in is reported once, not for each layer"
     assert layers[0].router.weight.dtype == torch.bfloat16

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hocket.config.backends import PLACEMENTS
 from hocket.errors import ConfigError
-from hocket.moe.placement import STRATEGIES, ExpertPlacement
+from hocket.moe.placement import ExpertPlacement
 
-placements = st.builds(ExpertPlacement, st.integers(1, 300), st.integers(1, 70), st.sampled_from(STRATEGIES))
+placements = st.builds(ExpertPlacement, st.integers(1, 300), st.integers(1, 70), st.sampled_from(PLACEMENTS))
 
 
 @given(placements)

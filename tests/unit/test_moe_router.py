@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import PLAIN_MOE
 from torch import Tensor, nn
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -18,18 +19,14 @@ from hocket.errors import ConfigError
 from hocket.moe.router import Router
 
 HIDDEN, EXPERTS, ROWS = 48, 32, 257
-V2 = MoEConfig(
+V2 = replace(
+    PLAIN_MOE,
     num_experts=EXPERTS,
     top_k=6,
-    intermediate_size=16,
-    num_shared_experts=2,
-    scoring="softmax",
-    topk_method="greedy",
     num_groups=8,
     topk_groups=3,
     norm_topk_prob=False,
     routed_scaling_factor=16.0,
-    layers=(True,),
 )
 V2_GROUPS = replace(V2, topk_method="group_limited_greedy")
 V3 = replace(V2, scoring="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, routed_scaling_factor=2.5)

@@ -116,8 +116,9 @@ def test_every_legal_order_keeps_the_invariants(
 
 def test_the_choice() -> None:
     for phase in PHASES:
-        assert choose(phase, False) is LAUNCH_FIRST
-        assert choose(phase, True) is HAND_OVER_FIRST
+        for launch_blocks, has_own_thread in ((False, False), (False, True), (True, True)):
+            assert choose(phase, launch_blocks=launch_blocks, has_own_thread=has_own_thread) is LAUNCH_FIRST
+        assert choose(phase, launch_blocks=True, has_own_thread=False) is HAND_OVER_FIRST
 
 
 @pytest.fixture(scope="module", params=["v2", "qwen3"])
