@@ -9,12 +9,119 @@ import typer
 from hocket.cli.options import engine_options
 from hocket.config.options import Options
 
+_TOKENS_HELP = "tokens of each rank's step, with commas between"
+_BYTES_HELP = "memory rate for the floor (default: measured on a GPU)"
+_FLOPS_HELP = "rate of matrix products for the floor (default: measured in bf16 on a GPU)"
+_FP8_HELP = "the same in fp8 (default: twice the other)"
+_SLICE_HELP = "dummy weights only: as many experts per rank, and rows for each, as on one GPU of EP-N"
+_LAYERS_HELP = "dummy weights only: so many layers instead of the model's"
+_REPEATS_HELP = "measured runs of each, in turn, after one to warm up"
+_OUTPUT_HELP = "also write the result to this JSON file"
+
 bench_app = typer.Typer(help="Measure. Every figure comes with its spread.", no_args_is_help=True)
 
 
 @bench_app.callback()
 def _bench() -> None:
     """Measure. Every figure comes with its spread; the last line is JSON."""
+
+
+@bench_app.command()
+@engine_options()
+def step(
+    *,
+    options: Options,
+    tokens_per_gpu: Annotated[str, typer.Option(help=_TOKENS_HELP + " (decode)")] = "64,128,256",
+    phase: Annotated[str, typer.Option(help="decode, prefill or both")] = "decode,prefill",
+    context: Annotated[int, typer.Option(help="tokens that a decode sees; tokens of a prompt", min=2)] = 1024,
+    num_steps: Annotated[int, typer.Option(help="decode steps of a run, at least", min=1)] = 32,
+    num_prefill_steps: Annotated[int, typer.Option(help="prefill steps of a run, at least", min=1)] = 8,
+    repeats: Annotated[int, typer.Option(help=_REPEATS_HELP, min=1)] = 5,
+    bytes_per_s: Annotated[float | None, typer.Option(help=_BYTES_HELP, min=1)] = None,
+    flops_per_s: Annotated[float | None, typer.Option(help=_FLOPS_HELP, min=1)] = None,
+    fp8_flops_per_s: Annotated[float | None, typer.Option(help=_FP8_HELP, min=1)] = None,
+    slice_of_ep: Annotated[int | None, typer.Option(help=_SLICE_HELP, min=1)] = None,
+    num_layers: Annotated[int | None, typer.Option(help=_LAYERS_HELP, min=1)] = None,
+    count_kernels: Annotated[bool, typer.Option(help="count kernels per step, by one more run of each")] = False,
+    output: Annotated[str | None, typer.Option(help=_OUTPUT_HELP)] = None,
+) -> None:
+    """A step of the whole engine: decodes of so many requests, and prefill at so many tokens, beside their floor.
+
+    Random prompts, nothing cached. A prefill step has --max-num-batched-tokens (default here: 4096) tokens.
+
+    Example: hocket bench step --model tiny --data-parallel-size 2 --enable-expert-parallel --tokens-per-gpu 4,16
+    """
+    from hocket.bench.cells import PHASES, names, whole_numbers
+    from hocket.bench.step import Sweep, run
+
+    sweep = Sweep(
+        tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
+        phases=names("phase", phase, PHASES),
+        context=context,
+        num_steps=num_steps,
+        num_prefill_steps=num_prefill_steps,
+        repeats=repeats,
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
+        fp8_flops_per_s=fp8_flops_per_s,
+        slice_of_ep=slice_of_ep,
+        num_layers=num_layers,
+        count_kernels=count_kernels,
+    )
+    run(options, sweep, output=output)
+
+
+@bench_app.command()
+@engine_options(without=("moe_backend", "all2all_backend"))
+def layer(
+    *,
+    options: Options,
+    tokens_per_gpu: Annotated[str, typer.Option(help=_TOKENS_HELP)] = "64,128,256,512",
+    experts: Annotated[str, typer.Option(help="expert kernels, with commas between; as --moe-backend")] = "auto",
+    transports: Annotated[str, typer.Option(help="the same for transports; as --all2all-backend")] = "auto",
+    repeats: Annotated[int, typer.Option(help=_REPEATS_HELP, min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="calls that one figure goes over", min=1)] = 10,
+    bytes_per_s: Annotated[float | None, typer.Option(help=_BYTES_HELP, min=1)] = None,
+    flops_per_s: Annotated[float | None, typer.Option(help=_FLOPS_HELP, min=1)] = None,
+    fp8_flops_per_s: Annotated[float | None, typer.Option(help=_FP8_HELP, min=1)] = None,
+    slice_of_ep: Annotated[int | None, typer.Option(help=_SLICE_HELP, min=1)] = None,
+    output: Annotated[str | None, typer.Option(help=_OUTPUT_HELP)] = None,
+) -> None:
+    """One sparse layer alone, with dummy weights: router, dispatch, experts, combine, for each pair of backends.
+
+    On GPUs each part is captured in a CUDA graph where it can be (--enforce-eager: never).
+
+    Example: hocket bench layer --model tiny --data-parallel-size 2 --enable-expert-parallel --tokens-per-gpu 64
+    """
+    from hocket.bench.cells import names, whole_numbers
+    from hocket.bench.layer import Sweep, run
+    from hocket.config.backends import EP_TRANSPORTS, EXPERTS
+
+    sweep = Sweep(
+        tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
+        experts=names("experts", experts, ("auto", *EXPERTS)),
+        transports=names("transports", transports, ("auto", *EP_TRANSPORTS)),
+        repeats=repeats,
+        rounds=rounds,
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
+        fp8_flops_per_s=fp8_flops_per_s,
+        slice_of_ep=slice_of_ep,
+    )
+    run(options, sweep, output=output)
+
+
+@bench_app.command()
+def table(
+    files: Annotated[list[str], typer.Argument(help="results of one benchmark, as written by --output")],
+) -> None:
+    """Results as a markdown table, those of other engines beside ours.
+
+    Example: hocket bench table benchmarks/results/*-step-*.json
+    """
+    from hocket.bench.table import read_reports, table_of
+
+    typer.echo(table_of(read_reports(files)))
 
 
 @bench_app.command()
@@ -29,7 +136,7 @@ def throughput(
         str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
     ] = None,
     repeats: Annotated[int, typer.Option(help="measured runs, after one to warm up", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    output: Annotated[str | None, typer.Option(help=_OUTPUT_HELP)] = None,
 ) -> None:
     """Offline throughput: requests/s, tokens/s, and where a step's time goes.
 
@@ -49,7 +156,7 @@ def overlap(
     prompt_len: Annotated[int, typer.Option(help="tokens of a random prompt; a step holds one", min=2)] = 512,
     prompts_per_rank: Annotated[int, typer.Option(help="prompts of a run on each rank", min=1)] = 8,
     repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    output: Annotated[str | None, typer.Option(help=_OUTPUT_HELP)] = None,
 ) -> None:
     """Overlap off against on, over an emulated link that takes about as long as compute.
 
@@ -71,7 +178,7 @@ def handover(
     num_ubatches: Annotated[int, typer.Option(help="ubatches that take turns", min=2)] = 2,
     num_hand_overs: Annotated[int, typer.Option(help="hand-overs of a run", min=2)] = 20_000,
     repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    output: Annotated[str | None, typer.Option(help=_OUTPUT_HELP)] = None,
 ) -> None:
     """What a hand-over between ubatches costs, with greenlets and with threads."""
     from hocket.bench.handover import run

@@ -1,0 +1,174 @@
+"""One rank of the layer benchmark: times a sparse layer's parts. Knows nothing of the other ranks' figures.
+
+python -m hocket.bench.layer_rank FOLDER RANK       started by `layer.py`, which wrote its orders into FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from hocket.bench.layer import PARTS, Measured, Orders
+from hocket.config.engine import EngineConfig
+from hocket.dist.mesh import Mesh
+from hocket.dist.world import Place, World
+from hocket.errors import HocketError
+from hocket.moe.base import TokenLayout
+from hocket.moe.layer import MoELayer
+from hocket.ubatch.transfer import Transfer
+from hocket.worker.runner import Runner
+
+WARM_UPS = 3
+Work = Callable[[], object]
+T = TypeVar("T")
+
+
+def main(folder: str, rank: int) -> int:
+    """Exit code 0: the figures are in FOLDER/rank-RANK; 1: the last line of standard error says why not."""
+    try:
+        orders = msgspec.msgpack.decode(Path(folder, "orders").read_bytes(), type=Orders)
+        first = orders.configs[0]
+        place = Place.spawned(rank, orders.world_size, os.path.join(folder, "store"))
+        device = place.device(first.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        world = World(place, first.startup_timeout_s)
+        world.join()
+        is_shared = first.parallel.enable_expert_parallel
+        mesh = world.mesh(expert_parallel=is_shared, device=device, step_timeout_s=first.step_timeout_s)
+        with torch.inference_mode():
+            found = measure(orders, mesh)
+        Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(found))
+        if device.type == "cuda":
+            os._exit(0)  # a group that graphs were captured of is not taken down reliably
+        world.close()
+    except Exception as error:  # the one place where it becomes a line for the front
+        text = str(error) if isinstance(error, HocketError) else f"{type(error).__name__}: {error}"
+        print(" ".join(text.split()), file=sys.stderr, flush=True)
+        os._exit(1)  # others may be inside a collective with this rank: leave without waiting for them
+    return 0
+
+
+def measure(orders: Orders, mesh: Mesh) -> list[Measured]:
+    """Every configuration at every number of tokens, in turn, `repeats` times after one round to warm up."""
+    cells = []
+    for config_idx, config in enumerate(orders.configs):
+        runner = Runner(config, mesh, lambda phase, done, total: None)
+        layer = runner.model.layers[0].mlp
+        assert isinstance(layer, MoELayer)
+        for tokens in orders.tokens_per_gpu:
+            timers, eager = _timers(layer, config, tokens, orders, mesh.device)
+            us: dict[str, list[float]] = {part: [] for part in PARTS}
+            info = runner.info()
+            is_fp8 = info.get("quantization") == "fp8"
+            found = Measured(config_idx, tokens, us, info["moe_backend"], eager, is_fp8)
+            cells.append((found, timers))
+    for repeat in range(orders.repeats + 1):
+        for found, timers in cells:
+            for part, timer in timers.items():
+                value = timer()
+                if repeat:
+                    found.us[part].append(value)
+    return [found for found, _ in cells]
+
+
+def _timers(
+    layer: MoELayer, config: EngineConfig, tokens: int, orders: Orders, device: torch.device
+) -> tuple[dict[str, Callable[[], float]], list[str]]:
+    """By part, what measures µs of one call; and the parts that run without a graph."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    x = torch.randn(tokens, config.model.hidden_size, generator=generator, device=device)
+    x = x.to(getattr(torch, config.dtype))
+    layout = TokenLayout.of(tokens, tokens, tokens, device)
+    weights, ids = layer.router(x)
+    sent = _moved(layer.transport.prepare(x, ids, weights, layout))
+    out = layer.experts(sent.x, sent.local_ids, sent.weights)
+    work: dict[str, Work] = {
+        "router": lambda: layer.router(x),
+        "dispatch": lambda: _moved(layer.transport.prepare(x, ids, weights, layout)),
+        "experts": lambda: layer.experts(sent.x, sent.local_ids, sent.weights),
+        "combine": lambda: _moved(layer.transport.finalize(out, sent.handle)),
+        "layer": lambda: layer(x, layout),
+    }
+    rounds = orders.rounds
+    if device.type == "cpu":
+        return {part: _on_clock(call, rounds) for part, call in work.items()}, list(work)
+    timers: dict[str, Callable[[], float]] = {}
+    eager: list[str] = []
+    for part, call in work.items():
+        moves = part in ("dispatch", "combine", "layer")
+        may = orders.use_graphs and not (moves and (layer.transport.launch_blocks or eager))
+        graph = _captured(call, rounds, must=moves) if may else None
+        if graph is None:
+            eager.append(part)
+        timers[part] = _by_events(partial(_repeat, call, rounds) if graph is None else graph.replay, rounds)
+    return timers, eager
+
+
+def _moved(transfer: Transfer[T]) -> T:
+    """All of a transfer at once, as where nothing overlaps."""
+    transfer.send()
+    if transfer.receive is not None:
+        transfer.receive()
+    return transfer.result()
+
+
+def _repeat(call: Work, rounds: int) -> None:
+    for _ in range(rounds):
+        call()
+
+
+def _on_clock(call: Work, rounds: int) -> Callable[[], float]:
+    def us() -> float:
+        call()  # ranks meet here, so that nobody's late start is counted
+        started = time.perf_counter()
+        _repeat(call, rounds)
+        return (time.perf_counter() - started) / rounds * 1e6
+
+    return us
+
+
+def _by_events(replay: Work, rounds: int) -> Callable[[], float]:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def us() -> float:
+        replay()
+        start.record()
+        replay()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / rounds * 1e3
+
+    return us
+
+
+def _captured(call: Work, rounds: int, *, must: bool) -> torch.cuda.CUDAGraph | None:
+    """A graph of `rounds` calls; None where the work cannot be captured. `must`: raise then, for all ranks have to."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        _repeat(call, WARM_UPS)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            _repeat(call, rounds)
+    except RuntimeError:
+        if must:
+            raise
+        torch.cuda.synchronize()
+        return None
+    return graph
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,173 @@
+"""Steps of the whole engine: what one takes, and the least it could take. Knows only the offline front door.
+
+A step's time is the wall time of the ranks' loop over steps of one kind, divided by their number: scheduling, exchange,
+sampling and whatever the host does are in it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hocket.bench.cells import PHASES, Cell, sweep_of
+from hocket.bench.floor import Rates, floor_of, step_parts
+from hocket.bench.rates import rates_of
+from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
+from hocket.bench.shapes import changed
+from hocket.bench.table import table_of
+from hocket.channel.messages import CountKernels
+from hocket.config.engine import EngineConfig
+from hocket.config.options import Options
+from hocket.config.resolve import resolve
+from hocket.errors import HocketError
+from hocket.llm import LLM
+from hocket.request import SamplingParams
+
+BATCHED_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What to measure, with which rates (None: not given), on which shape of the model."""
+
+    tokens_per_gpu: tuple[int, ...]
+    phases: tuple[str, ...] = PHASES
+    context: int = 1024
+    num_steps: int = 32
+    num_prefill_steps: int = 8
+    repeats: int = 5
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+    slice_of_ep: int | None = None
+    num_layers: int | None = None
+    count_kernels: bool = False
+
+
+def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+    check_output(output)
+    batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
+    cells = sweep_of(
+        sweep.phases,
+        sweep.tokens_per_gpu,
+        sweep.context,
+        num_steps=sweep.num_steps,
+        num_prefill_steps=sweep.num_prefill_steps,
+        batched_tokens=batched,
+    )
+    with changed(options, sweep.slice_of_ep, sweep.num_layers) as (shaped, slice_of):
+        engine_options = _engine_options(shaped, cells, batched)
+        config = resolve(engine_options)
+        rates = rates_of(config.device, sweep.bytes_per_s, sweep.flops_per_s, sweep.fp8_flops_per_s)
+        started = time.perf_counter()
+        with LLM.from_options(engine_options, progress=True) as llm:
+            ready_s = time.perf_counter() - started
+            rounds = [[_measure(llm, cell, seed) for cell in cells] for seed in range(sweep.repeats + 1)][1:]
+            kernels = [_kernels(llm, cell) if sweep.count_kernels else None for cell in cells]
+            ranks = llm.ranks
+    rows = [
+        {"model": options.model, "slice": slice_of and slice_of.as_row()}
+        | _row(cell, [one[i] for one in rounds], config, ranks[0], rates)
+        | {"kernels_per_step": kernels[i]}
+        for i, cell in enumerate(cells)
+    ]
+    report = provenance("step") | {"ready_s": ready_s, "ranks": ranks, "rows": rows}
+    print(table_of([report]))
+    emit(report, output)
+    return report
+
+
+def _engine_options(options: Options, cells: Sequence[Cell], batched_tokens: int) -> Options:
+    """The user's, with room for the largest cell; nothing is found in the prefix cache, for every prompt is new."""
+    return replace(
+        options,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=batched_tokens,
+        max_num_seqs=options.max_num_seqs or max(cell.num_running for cell in cells),
+        max_model_len=options.max_model_len or max(cell.longest for cell in cells),
+    )
+
+
+def _generate(llm: LLM, cell: Cell, seed: int) -> None:
+    num_ranks = llm.config.parallel.data_parallel_size
+    draw, vocab_size = random.Random(seed), llm.config.model.vocab_size
+    total = cell.num_requests * num_ranks
+    prompts = [{"prompt_token_ids": draw.choices(range(vocab_size), k=cell.prompt_len)} for _ in range(total)]
+    params = SamplingParams(temperature=0.0, max_tokens=cell.output_len, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False, data_parallel_rank=[i % num_ranks for i in range(total)])
+
+
+def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:
+    """One run: µs per step, of the rank that took longest, and of its transfers (None: not measured)."""
+    llm.stats(reset=True)
+    _generate(llm, cell, seed)
+    ranks = llm.stats()
+    found = [rank["pace"].get(cell.phase, {}).get(str(cell.num_tokens)) for rank in ranks]
+    steps = min(one["steps"] if one else 0 for one in found)
+    if steps < cell.num_steps:
+        preempted = sum(rank["num_preemptions"] for rank in ranks)
+        raise HocketError(
+            f"only {steps} of {cell.num_steps} steps were a {cell.phase} of {cell.num_tokens} tokens on every rank "
+            f"({preempted} preemptions so far); see --max-num-seqs and the size of the KV cache"
+        )
+    comm_us = max(one["comm_us"] / one["steps"] for one in found)
+    return {
+        "step_us": max(one["us"] / one["steps"] for one in found),
+        "comm_us": comm_us or None,
+        "steps": steps,
+        "split": min(rank["overlap"]["split"] for rank in ranks),
+        "forwards": ranks[0]["overlap"]["forwards"],
+    }
+
+
+def _kernels(llm: LLM, cell: Cell) -> float | None:
+    """Kernels of a step on rank 0, by one more run."""
+    llm.client.group.send(0, CountKernels(phase=cell.phase, num_tokens=cell.num_tokens))
+    _generate(llm, cell, seed=-1)
+    found: float | None = llm.stats()[0]["kernels_per_step"]
+    return found
+
+
+def _row(
+    cell: Cell, runs: list[dict[str, Any]], config: EngineConfig, rank: dict[str, Any], rates: Rates | None
+) -> dict[str, Any]:
+    """tokens_per_s: of one rank. spread: least and largest of the repeats."""
+    is_fp8 = rank.get("quantization") == "fp8"
+    parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
+    floor = floor_of(parts, rates)
+    step_us = spread([one["step_us"] for one in runs])
+    comm = [one["comm_us"] for one in runs]
+    return {
+        "layers": config.model.num_layers,
+        "dtype": "fp8" if is_fp8 else config.dtype,
+        "device": config.device,
+        "num_ranks": config.parallel.data_parallel_size,
+        "expert_parallel": config.parallel.enable_expert_parallel,
+        "phase": cell.phase,
+        "tokens_per_gpu": cell.num_tokens,
+        "context": cell.context,
+        "prompt_len": cell.prompt_len,
+        "transport": config.parallel.all2all_backend,
+        "experts": rank["moe_backend"],
+        "attention": config.attention_backend,
+        "graphs": rank.get("graphs", False),
+        "strategy": strategy_of(config),
+        "link": link_of(config),
+        "repeats": len(runs),
+        "steps": min(one["steps"] for one in runs),
+        "split": [runs[0]["split"], runs[0]["forwards"]],
+        "step_us": step_us["median"],
+        "floor_us": floor["us"],
+        "floor": floor,
+        "comm_us": None if None in comm else spread(comm)["median"],
+        "tokens_per_s": cell.num_tokens / step_us["median"] * 1e6,
+        "spread": {
+            "step_us": [step_us["min"], step_us["max"]],
+            "tokens_per_s": [cell.num_tokens / step_us[end] * 1e6 for end in ("max", "min")],
+        },
+    }
