@@ -11,14 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hocket.bench.floor import Rates, StepShape, step_parts
-from hocket.bench.rates import rates_of
+from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, link_of, provenance, spread
 from hocket.bench.shapes import Slice, changed
 from hocket.bench.table import table_of
@@ -49,9 +49,7 @@ class Sweep:
     transports: tuple[str, ...] = ("auto",)
     repeats: int = 5
     rounds: int = 10
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-    fp8_flops_per_s: float | None = None
+    rates: GivenRates = field(default_factory=GivenRates)
     slice_of_ep: int | None = None
 
 
@@ -85,7 +83,7 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
     check_output(output)
     with changed(replace(options, load_format="dummy"), sweep.slice_of_ep, None) as (shaped, slice_of):
         configs = [_config(shaped, sweep, t, e) for t in sweep.transports for e in sweep.experts]
-    rates = rates_of(configs[0].device, sweep.bytes_per_s, sweep.flops_per_s, sweep.fp8_flops_per_s)
+    rates = rates_of(configs[0].device, sweep.rates)
     orders = Orders(
         world_size=configs[0].parallel.data_parallel_size,
         configs=configs,

@@ -24,6 +24,7 @@ from hocket.errors import HocketError
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.ubatch.transfer import Transfer
+from hocket.worker.graphs import unlimited
 from hocket.worker.runner import Runner
 
 WARM_UPS = 3
@@ -42,8 +43,12 @@ def main(folder: str, rank: int) -> int:
             torch.cuda.set_device(device)
         world = World(place, first.startup_timeout_s)
         world.join()
-        is_shared = first.parallel.enable_expert_parallel
-        mesh = world.mesh(expert_parallel=is_shared, device=device, step_timeout_s=first.step_timeout_s)
+        mesh = world.mesh(
+            expert_parallel=first.parallel.enable_expert_parallel,
+            device=device,
+            step_timeout_s=first.step_timeout_s,
+            max_ctas=first.parallel.max_nccl_ctas,
+        )
         with torch.inference_mode():
             found = measure(orders, mesh)
         Path(folder, f"rank-{rank}").write_bytes(msgspec.msgpack.encode(found))
@@ -61,7 +66,7 @@ def measure(orders: Orders, mesh: Mesh) -> list[Measured]:
     """Every configuration at every number of tokens, in turn, `repeats` times after one round to warm up."""
     cells = []
     for config_idx, config in enumerate(orders.configs):
-        runner = Runner(config, mesh, lambda phase, done, total: None)
+        runner = Runner(config, mesh, lambda phase, done, total: None, unlimited)
         layer = runner.model.layers[0].mlp
         assert isinstance(layer, MoELayer)
         for tokens in orders.tokens_per_gpu:
@@ -101,16 +106,20 @@ def _timers(
     rounds = orders.rounds
     if device.type == "cpu":
         return {part: _on_clock(call, rounds) for part, call in work.items()}, list(work)
+    eager = _not_captured(layer) if orders.use_graphs else list(PARTS)
     timers: dict[str, Callable[[], float]] = {}
-    eager: list[str] = []
     for part, call in work.items():
-        moves = part in ("dispatch", "combine", "layer")
-        may = orders.use_graphs and not (moves and (layer.transport.launch_blocks or eager))
-        graph = _captured(call, rounds, must=moves) if may else None
-        if graph is None:
-            eager.append(part)
-        timers[part] = _by_events(partial(_repeat, call, rounds) if graph is None else graph.replay, rounds)
+        replay = partial(_repeat, call, rounds) if part in eager else _captured(call, rounds).replay
+        timers[part] = _by_events(replay, rounds)
     return timers, eager
+
+
+def _not_captured(layer: MoELayer) -> list[str]:
+    """The parts that a CUDA graph cannot hold, as their backends say."""
+    parts = ["experts"] if not layer.experts.captures else []
+    if not layer.transport.captures:
+        parts += ["dispatch", "combine"]
+    return [*parts, "layer"] if parts else []
 
 
 def _moved(transfer: Transfer[T]) -> T:
@@ -150,23 +159,17 @@ def _by_events(replay: Work, rounds: int) -> Callable[[], float]:
     return us
 
 
-def _captured(call: Work, rounds: int, *, must: bool) -> torch.cuda.CUDAGraph | None:
-    """A graph of `rounds` calls; None where the work cannot be captured. `must`: raise then, for all ranks have to."""
+def _captured(call: Work, rounds: int) -> torch.cuda.CUDAGraph:
+    """A graph of `rounds` calls."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         _repeat(call, WARM_UPS)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             _repeat(call, rounds)
-    except RuntimeError:
-        if must:
-            raise
-        torch.cuda.synchronize()
-        return None
+    torch.cuda.current_stream().wait_stream(side)
     return graph
 
 

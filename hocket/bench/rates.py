@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,27 +24,32 @@ FP8_SPEED_UP = 2.0
 """FLOP/s in fp8 over those in 16 bits where nobody gives them: the ratio of the hardware's peaks."""
 
 
-def rates_of(
-    device: str, bytes_per_s: float | None, flops_per_s: float | None, fp8_flops_per_s: float | None
-) -> Rates | None:
-    """The given rates; those that are not given are measured on a GPU. None: on a CPU without both of them.
+@dataclass(frozen=True, kw_only=True)
+class GivenRates:
+    """What the user says of the device; None: not given."""
+
+    bytes_per_s: float | None = None
+    flops_per_s: float | None = None
+    fp8_flops_per_s: float | None = None
+
+
+def rates_of(device: str, given: GivenRates) -> Rates | None:
+    """The given rates; those that are not given are measured on a GPU. None: on a CPU without any.
 
     Raises:
-        ConfigError: only one of the first two is given on a CPU. HocketError: they cannot be measured.
+        ConfigError: only some are given on a CPU. HocketError: they cannot be measured.
     """
+    bytes_per_s, flops_per_s, source = given.bytes_per_s, given.flops_per_s, "given"
     if bytes_per_s is None or flops_per_s is None:
         if device == "cpu":
-            if bytes_per_s is not None or flops_per_s is not None:
-                field = "flops_per_s" if flops_per_s is None else "bytes_per_s"
-                raise ConfigError(field, None, "a number: on a CPU both rates are given, or none")
-            return None
+            if given == GivenRates():
+                return None
+            field = "flops_per_s" if flops_per_s is None else "bytes_per_s"
+            raise ConfigError(field, None, "a number: on a CPU both rates are given, or none")
         found = measured()
-        is_given = bytes_per_s is not None or flops_per_s is not None
-        source = "one of them given, the other measured at start" if is_given else "measured at start"
+        source = "measured at start" if given == GivenRates() else "given in part, else measured at start"
         bytes_per_s, flops_per_s = bytes_per_s or found["bytes_per_s"], flops_per_s or found["flops_per_s"]
-    else:
-        source = "given"
-    fp8 = fp8_flops_per_s or FP8_SPEED_UP * flops_per_s
+    fp8 = given.fp8_flops_per_s or FP8_SPEED_UP * flops_per_s
     return Rates(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, fp8_flops_per_s=fp8, source=source)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.bench.cells import PHASES, Cell, sweep_of
 from hocket.bench.floor import Rates, floor_of, step_parts
-from hocket.bench.rates import rates_of
+from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
 from hocket.bench.shapes import changed
 from hocket.bench.table import table_of
@@ -24,6 +24,7 @@ from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import HocketError
 from hocket.llm import LLM
+from hocket.overlap.vote import GraphReason
 from hocket.request import SamplingParams
 
 BATCHED_TOKENS = 4096
@@ -31,7 +32,11 @@ BATCHED_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to measure, with which rates (None: not given), on which shape of the model."""
+    """What to measure, and on which shape of the model.
+
+    reuse_prompts: decodes of all repeats have the same prompts, of which most is found in the prefix cache; otherwise
+    every prompt is new and nothing is cached.
+    """
 
     tokens_per_gpu: tuple[int, ...]
     phases: tuple[str, ...] = PHASES
@@ -39,12 +44,11 @@ class Sweep:
     num_steps: int = 32
     num_prefill_steps: int = 8
     repeats: int = 5
-    bytes_per_s: float | None = None
-    flops_per_s: float | None = None
-    fp8_flops_per_s: float | None = None
+    rates: GivenRates = field(default_factory=GivenRates)
     slice_of_ep: int | None = None
     num_layers: int | None = None
     count_kernels: bool = False
+    reuse_prompts: bool = False
 
 
 def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
@@ -60,19 +64,22 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         batched_tokens=batched,
     )
     with changed(options, sweep.slice_of_ep, sweep.num_layers) as (shaped, slice_of):
-        engine_options = _engine_options(shaped, cells, batched)
+        engine_options = _engine_options(shaped, sweep, cells, batched)
         config = resolve(engine_options)
-        rates = rates_of(config.device, sweep.bytes_per_s, sweep.flops_per_s, sweep.fp8_flops_per_s)
+        rates = rates_of(config.device, sweep.rates)
         started = time.perf_counter()
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
-            rounds = [[_measure(llm, cell, seed) for cell in cells] for seed in range(sweep.repeats + 1)][1:]
-            kernels = [_kernels(llm, cell) if sweep.count_kernels else None for cell in cells]
+            rounds = []
+            for seed in range(sweep.repeats + 1):
+                rounds.append([_measure(llm, cell, _seed_of(cell, sweep, seed)) for cell in cells])
+            counted = cells if sweep.count_kernels else []
+            kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in counted]
             ranks = llm.ranks
     rows = [
         {"model": options.model, "slice": slice_of and slice_of.as_row()}
-        | _row(cell, [one[i] for one in rounds], config, ranks[0], rates)
-        | {"kernels_per_step": kernels[i]}
+        | _row(cell, [one[i] for one in rounds[1:]], config, ranks[0], rates)
+        | {"kernels_per_step": kernels[i] if kernels else None, "reused_prompts": sweep.reuse_prompts}
         for i, cell in enumerate(cells)
     ]
     report = provenance("step") | {"ready_s": ready_s, "ranks": ranks, "rows": rows}
@@ -81,23 +88,28 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
     return report
 
 
-def _engine_options(options: Options, cells: Sequence[Cell], batched_tokens: int) -> Options:
-    """The user's, with room for the largest cell; nothing is found in the prefix cache, for every prompt is new."""
+def _engine_options(options: Options, sweep: Sweep, cells: Sequence[Cell], batched_tokens: int) -> Options:
+    """The user's, with room for the largest cell."""
     return replace(
         options,
         skip_tokenizer_init=True,
-        enable_prefix_caching=False,
+        enable_prefix_caching=sweep.reuse_prompts,
         max_num_batched_tokens=batched_tokens,
         max_num_seqs=options.max_num_seqs or max(cell.num_running for cell in cells),
         max_model_len=options.max_model_len or max(cell.longest for cell in cells),
     )
 
 
+def _seed_of(cell: Cell, sweep: Sweep, repeat: int) -> int:
+    return 0 if sweep.reuse_prompts and cell.phase == "decode" else repeat + 1
+
+
 def _generate(llm: LLM, cell: Cell, seed: int) -> None:
+    """Prompts are drawn so that with one seed the shorter ones, and fewer, begin the longer ones."""
     num_ranks = llm.config.parallel.data_parallel_size
-    draw, vocab_size = random.Random(seed), llm.config.model.vocab_size
-    total = cell.num_requests * num_ranks
-    prompts = [{"prompt_token_ids": draw.choices(range(vocab_size), k=cell.prompt_len)} for _ in range(total)]
+    total, ids = cell.num_requests * num_ranks, range(llm.config.model.vocab_size)
+    draws = [random.Random(f"{seed}/{i}").choices(ids, k=cell.prompt_len) for i in range(total)]
+    prompts = [{"prompt_token_ids": token_ids} for token_ids in draws]
     params = SamplingParams(temperature=0.0, max_tokens=cell.output_len, ignore_eos=True, detokenize=False)
     llm.generate(prompts, params, use_tqdm=False, data_parallel_rank=[i % num_ranks for i in range(total)])
 
@@ -120,15 +132,17 @@ def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:
         "step_us": max(one["us"] / one["steps"] for one in found),
         "comm_us": comm_us or None,
         "steps": steps,
+        "graphs": all(rank["graphs"].get(GraphReason.GRAPH.label, 0) >= steps for rank in ranks),
+        "prompt_tokens": max(rank["prompt_tokens"] for rank in ranks),
         "split": min(rank["overlap"]["split"] for rank in ranks),
         "forwards": ranks[0]["overlap"]["forwards"],
     }
 
 
-def _kernels(llm: LLM, cell: Cell) -> float | None:
+def _kernels(llm: LLM, cell: Cell, seed: int) -> float | None:
     """Kernels of a step on rank 0, by one more run."""
     llm.client.group.send(0, CountKernels(phase=cell.phase, num_tokens=cell.num_tokens))
-    _generate(llm, cell, seed=-1)
+    _generate(llm, cell, seed)
     found: float | None = llm.stats()[0]["kernels_per_step"]
     return found
 
@@ -136,7 +150,10 @@ def _kernels(llm: LLM, cell: Cell) -> float | None:
 def _row(
     cell: Cell, runs: list[dict[str, Any]], config: EngineConfig, rank: dict[str, Any], rates: Rates | None
 ) -> dict[str, Any]:
-    """tokens_per_s: of one rank. spread: least and largest of the repeats."""
+    """tokens_per_s: of one rank. spread: least and largest of the repeats. split: [so many, of so many steps] of a run.
+
+    computed_prompt_tokens: of a rank's run, those that were not found in the prefix cache.
+    """
     is_fp8 = rank.get("quantization") == "fp8"
     parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
     floor = floor_of(parts, rates)
@@ -152,14 +169,16 @@ def _row(
         "tokens_per_gpu": cell.num_tokens,
         "context": cell.context,
         "prompt_len": cell.prompt_len,
+        "num_requests": cell.num_requests,
         "transport": config.parallel.all2all_backend,
         "experts": rank["moe_backend"],
-        "attention": config.attention_backend,
-        "graphs": rank.get("graphs", False),
+        "attention": rank["attention_backend"],
+        "graphs": all(one["graphs"] for one in runs),
         "strategy": strategy_of(config),
         "link": link_of(config),
         "repeats": len(runs),
         "steps": min(one["steps"] for one in runs),
+        "computed_prompt_tokens": max(one["prompt_tokens"] for one in runs),
         "split": [runs[0]["split"], runs[0]["forwards"]],
         "step_us": step_us["median"],
         "floor_us": floor["us"],

@@ -107,7 +107,7 @@ def _setting(llm: LLM) -> dict[str, Any]:
         "strategy": strategy_of(config),
         "link": link_of(config),
         "transport": config.parallel.all2all_backend,
-        "attention": config.attention_backend,
+        "attention": rank["attention_backend"],
         "experts": rank["moe_backend"],
     }
 

@@ -54,6 +54,7 @@ def test_steps_of_both_phases(tmp_path: Path) -> None:
         assert row["floor_us"] == pytest.approx(max(floor["bytes"] / 1e4, floor["flops"] / 5e4))
         assert (row["repeats"], row["kernels_per_step"]) == (2, None), "there are no kernels to count on a CPU"
         assert row["steps"] >= (2 if row["phase"] == "prefill" else 4)
+        assert row["computed_prompt_tokens"] == row["prompt_len"] * row["num_requests"], "every prompt is new"
     assert abs(rows[0]["context"] - 40) <= 1
     assert report["ready_s"] > 0
     code, out, err = bench("table", str(path))
@@ -66,12 +67,13 @@ def test_a_slice_over_an_emulated_link_without_rates() -> None:
     shape = ("--slice-of-ep", "4", "--num-layers", "2", "--load-format", "dummy", "--dtype", "bfloat16")
     link = ("--emulate-link-gb-per-s", "1", "--emulate-link-latency-us", "200")
     steps = ("--context", "12", "--num-steps", "2", "--max-num-batched-tokens", "16", "--repeats", "1")
-    cells = ("--phase", "decode", "--tokens-per-gpu", "2")
+    cells = ("--phase", "decode", "--tokens-per-gpu", "2", "--reuse-prompts", "--block-size", "2")
     (row,) = report_of("step", "--model", "tiny", *RANKS, *shape, *link, *steps, *cells)["rows"]
     assert (row["model"], row["layers"], row["dtype"]) == ("tiny", 2, "bfloat16")
     assert row["slice"] == {"of_ep": 4, "model_experts": 16, "experts_per_rank": 4, "rows_per_expert_and_token": 1.0}
     assert row["link"] == {"kind": "emulated", "gb_per_s": 1.0, "latency_us": 200.0}
     assert row["comm_us"] >= 2 * 200, "a dispatch and a combine in the sparse layer"
+    assert row["computed_prompt_tokens"] <= 2 * 2, "of two prompts less than a block each is not cached"
     assert row["floor_us"] is None
     read = 4 * (1 - (1 - 4 / 8) ** 4)  # of four experts here and eight in all, by four tokens that choose four each
     assert row["floor"]["parts"]["experts"]["bytes"] == read * 3 * 192 * 64 * 2

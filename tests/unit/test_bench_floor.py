@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hocket.bench import rates
 from hocket.bench.floor import Part, Rates, StepShape, distinct_experts, floor_of, step_parts
-from hocket.bench.rates import rates_of
+from hocket.bench.rates import GivenRates, rates_of
 from hocket.config.model import ModelConfig
-from hocket.errors import ConfigError
+from hocket.errors import ConfigError, HocketError
 
 SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 H200 = Rates(bytes_per_s=4.3e12, flops_per_s=780e12, fp8_flops_per_s=1560e12, source="given")
@@ -107,12 +108,31 @@ def test_without_rates_there_are_bytes_but_no_time() -> None:
 
 
 def test_rates_are_given_or_not_on_a_cpu() -> None:
-    assert rates_of("cpu", None, None, None) is None
-    assert rates_of("cpu", 1e10, 2e10, None) == Rates(
-        bytes_per_s=1e10, flops_per_s=2e10, fp8_flops_per_s=4e10, source="given"
-    )
-    assert rates_of("cpu", 1e10, 2e10, 3e10) == replace(H200, bytes_per_s=1e10, flops_per_s=2e10, fp8_flops_per_s=3e10)
+    assert rates_of("cpu", GivenRates()) is None
+    both = GivenRates(bytes_per_s=1e10, flops_per_s=2e10)
+    found = Rates(bytes_per_s=1e10, flops_per_s=2e10, fp8_flops_per_s=4e10, source="given")
+    assert rates_of("cpu", both) == found
+    assert rates_of("cpu", replace(both, fp8_flops_per_s=3e10)) == replace(found, fp8_flops_per_s=3e10)
     with pytest.raises(ConfigError, match="bytes_per_s"):
-        rates_of("cpu", None, 1e10, None)
-    with pytest.raises(ConfigError, match="flops_per_s"):
-        rates_of("cpu", 1e10, None, None)
+        rates_of("cpu", GivenRates(flops_per_s=1e10))
+    for part in (GivenRates(bytes_per_s=1e10), GivenRates(fp8_flops_per_s=1e10)):
+        with pytest.raises(ConfigError, match="flops_per_s"):
+            rates_of("cpu", part)
+
+
+def test_what_is_not_given_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "measured", lambda: {"bytes_per_s": 4e12, "flops_per_s": 7e14})
+    found = rates_of("cuda", GivenRates())
+    assert found == Rates(bytes_per_s=4e12, flops_per_s=7e14, fp8_flops_per_s=1.4e15, source="measured at start")
+    part = rates_of("cuda", GivenRates(flops_per_s=8e14))
+    assert part is not None
+    assert (part.bytes_per_s, part.flops_per_s) == (4e12, 8e14)
+    assert "in part" in part.source
+
+
+def test_a_measurement_that_fails_says_what_to_do() -> None:
+    """There is no GPU to measure where these tests run, or it is hidden from the process that would."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with pytest.raises(HocketError, match=r"cannot be measured \(.+\); give --bytes-per-s and --flops-per-s"):
+            rates.measured()
