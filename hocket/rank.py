@@ -142,7 +142,7 @@ class RankProcess:
         elif isinstance(message, GetStats):
             stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
             if self._kernels is not None:
-                stats["kernels_per_step"] = self._kernels.per_step
+                stats["kernels"] = self._kernels.found
             self.channel.send(Stats(rank=self.rank, stats=stats))
             if message.reset:
                 self.engine.stats.reset()

@@ -73,13 +73,15 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
             rounds = []
             for seed in range(sweep.repeats + 1):
                 rounds.append([_measure(llm, cell, _seed_of(cell, sweep, seed)) for cell in cells])
-            counted = cells if sweep.count_kernels else []
-            kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in counted]
+            kernels: list[dict[str, Any] | None] = [None] * len(cells)
+            if sweep.count_kernels:
+                kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in cells]
             ranks = llm.ranks
     rows = [
         {"model": options.model, "slice": slice_of and slice_of.as_row()}
         | _row(cell, [one[i] for one in rounds[1:]], config, ranks[0], rates)
-        | {"kernels_per_step": kernels[i] if kernels else None, "reused_prompts": sweep.reuse_prompts}
+        | {"kernels_per_step": (kernels[i] or {}).get("per_step"), "kernels": kernels[i]}
+        | {"reused_prompts": sweep.reuse_prompts}
         for i, cell in enumerate(cells)
     ]
     report = provenance("step") | {"ready_s": ready_s, "ranks": ranks, "rows": rows}
@@ -139,11 +141,11 @@ def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:
     }
 
 
-def _kernels(llm: LLM, cell: Cell, seed: int) -> float | None:
-    """Kernels of a step on rank 0, by one more run."""
+def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
+    """Kernels of a step on rank 0 (`worker/kernel_count.py`), by one more run."""
     llm.client.group.send(0, CountKernels(phase=cell.phase, num_tokens=cell.num_tokens))
     _generate(llm, cell, seed)
-    found: float | None = llm.stats()[0]["kernels_per_step"]
+    found: dict[str, Any] | None = llm.stats()[0]["kernels"]
     return found
 
 

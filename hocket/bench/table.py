@@ -98,6 +98,10 @@ def _figure(key: str, scale: float, digits: int) -> Callable[[Row], str]:
     return shown
 
 
+def _kernel_ms(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['kernels'][key] / 1e3:.2f}" if row.get("kernels") else ""
+
+
 def _times_floor(row: Row) -> str:
     """How many times its floor a step is, communication included, which no floor counts; of a layer its experts."""
     floor, step = row.get("floor_us"), row.get("step_us", row.get("experts_us"))
@@ -156,6 +160,8 @@ COLUMNS: dict[str, tuple[list[Column], list[Column]]] = {
             ("comm, ms", _figure("comm_us", 1e3, 2)),
             ("tokens/s per GPU", _figure("tokens_per_s", 1, 0)),
             ("kernels", _text("kernels_per_step")),
+            ("kernels, ms", _kernel_ms("us")),
+            ("NCCL, ms", _kernel_ms("nccl_us")),
         ],
     ),
     "layer": (

@@ -52,7 +52,9 @@ def test_steps_of_both_phases(tmp_path: Path) -> None:
         assert 0 < row["comm_us"] < row["step_us"]
         floor = row["floor"]
         assert row["floor_us"] == pytest.approx(max(floor["bytes"] / 1e4, floor["flops"] / 5e4))
-        assert (row["repeats"], row["kernels_per_step"]) == (2, None), "there are no kernels to count on a CPU"
+        assert (row["repeats"], row["kernels"], row["kernels_per_step"]) == (2, None, None), (
+            "there are no kernels to count on a CPU"
+        )
         assert row["steps"] >= (2 if row["phase"] == "prefill" else 4)
         assert row["computed_prompt_tokens"] == row["prompt_len"] * row["num_requests"], "every prompt is new"
     assert abs(rows[0]["context"] - 40) <= 1
@@ -85,6 +87,21 @@ def test_a_cache_without_room_for_the_requests_is_named() -> None:
     code, _, err = bench("step", "--model", "tiny", *RANKS, *STEPS, *few)
     assert code == 1
     assert "steps were a decode of 4 tokens on every rank" in err
+
+
+def test_throughput_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    few = ("--num-prompts", "8", "--input-len", "8", "--output-len", "8", "--repeats", "1", "--output", str(path))
+    overlap = ("--enable-dbo", "--dbo-decode-token-threshold", "2")
+    (row,) = report_of("throughput", "--model", "tiny", *RANKS, *overlap, *few)["rows"]
+    assert (row["device"], row["num_ranks"], row["strategy"]) == ("cpu", 2, "2 ubatches")
+    assert row["overlap"]["decode_token_threshold"] == 2
+    num_split, num_steps = row["split"]
+    assert 7 <= num_split <= num_steps, "seven decodes of four requests a rank"
+    assert (row["attention"], row["experts"]) == ("sdpa", "grouped_mm")
+    code, out, err = bench("table", str(path))
+    assert (code, err) == (0, "")
+    assert "overlap 2 ubatches" in out
 
 
 def test_a_layer_with_each_pair_of_backends() -> None:

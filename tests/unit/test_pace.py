@@ -81,13 +81,35 @@ DECODE, PREFILL, FEWER = Plan(1, (4, 4)), Plan(0, (4, 4)), Plan(1, (4, 3))
 
 
 @dataclass
+class Range:
+    us: float
+
+    def elapsed_us(self) -> float:
+        return self.us
+
+
+@dataclass
 class Event:
     name: str
     device_type: Any
+    time_range: Range
+    is_user_annotation: bool = False
+
+
+GPU = DeviceType.CUDA
+EVENTS = [
+    *(
+        Event("gemm", GPU, Range(20.0)),
+        Event("gemm", GPU, Range(30.0)),
+        Event("ncclDevKernel_AllGather", GPU, Range(7.0)),
+    ),
+    *(Event("Memcpy DtoH", GPU, Range(9.0)), Event("launch", DeviceType.CPU, Range(9.0))),
+    Event("a range", GPU, Range(99.0), is_user_annotation=True),
+]
 
 
 class Profile:
-    """Stands for torch's: two kernels, a copy and a host call per profiled step."""
+    """Stands for torch's: EVENTS in each profiled step."""
 
     running = 0
 
@@ -104,8 +126,7 @@ class Profile:
         Profile.running -= 1
 
     def events(self) -> list[Event]:
-        one = [("gemm", DeviceType.CUDA), ("norm", DeviceType.CUDA), ("Memcpy DtoH", DeviceType.CUDA)]
-        return [Event(*each) for each in [*one, ("launch", DeviceType.CPU)]] * self.num_steps
+        return EVENTS * self.num_steps
 
 
 @pytest.fixture
@@ -128,10 +149,15 @@ def take(count: KernelCount, plans: list[Plan], profiles: list[Profile]) -> None
 def test_kernels_of_a_few_steps_of_one_kind_in_a_row(profiles: list[Profile]) -> None:
     count = KernelCount("decode", 4)
     take(count, [PREFILL] * 3 + [DECODE] * (SKIPPED + COUNTED - 1) + [FEWER], profiles)
-    assert count.per_step is None, "interrupted"
+    assert count.found is None, "interrupted"
     assert Profile.running == 0
     take(count, [DECODE] * 20, profiles)
-    assert count.per_step == 2.0
+    assert count.found == {
+        "per_step": 3.0,
+        "us": 57.0,
+        "nccl_us": 7.0,
+        "slowest": [["gemm", 2.0, 50.0], ["ncclDevKernel_AllGather", 1.0, 7.0]],
+    }
     assert [profile.num_steps for profile in profiles] == [COUNTED, COUNTED]
     assert Profile.running == 0
 
@@ -139,10 +165,11 @@ def test_kernels_of_a_few_steps_of_one_kind_in_a_row(profiles: list[Profile]) ->
 def test_prefills_are_the_other_kind(profiles: list[Profile]) -> None:
     count = KernelCount("prefill", 4)
     take(count, [DECODE] * 20 + [PREFILL] * 20, profiles)
-    assert count.per_step == 2.0
+    assert count.found is not None
+    assert count.found["per_step"] == 3.0
 
 
 def test_without_a_gpu_nothing_is_counted() -> None:
     count = KernelCount("decode", 4)
     take(count, [DECODE] * 20, [])
-    assert count.per_step is None
+    assert count.found is None
