@@ -36,7 +36,9 @@ def read_reports(paths: Sequence[str]) -> list[Row]:
 
 
 def table_of(reports: Sequence[Row]) -> str:
-    """One table over the rows of all `reports`, which are of one benchmark. What all rows have alike stands above it.
+    """One table over the rows of all `reports`, which are of one benchmark.
+
+    What all rows were measured with alike stands above it; what no row has is left out.
 
     Rows of other engines (reports with an "engine") stand behind ours of the same kind. A ratio to them is given only
     where it lies outside the spread of both.
@@ -50,7 +52,7 @@ def table_of(reports: Sequence[Row]) -> str:
         columns.append(("against others", [_against(row, others) for row in rows]))
     alike = {title for title, cells in columns[: len(settings)] if len(set(cells)) == 1}
     above = [f"{title} {cells[0]}" for title, cells in columns if title in alike and cells[0]]
-    shown = [column for column in columns if column[0] not in alike]
+    shown = [(title, cells) for title, cells in columns if title not in alike and any(cells)]
     lines = [", ".join(above), ""] if above else []
     lines += [_line([title for title, _ in shown]), _line(["---"] * len(shown))]
     lines += [_line([cells[i] for _, cells in shown]) for i in range(len(rows))]
