@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from hocket.bench.layer import PARTS, Measured, Orders
+from hocket.bench.report import runs_in_fp8
 from hocket.config.engine import EngineConfig
 from hocket.dist.mesh import Mesh
 from hocket.dist.world import Place, World
@@ -73,8 +74,7 @@ def measure(orders: Orders, mesh: Mesh) -> list[Measured]:
             timers, eager = _timers(layer, config, tokens, orders, mesh.device)
             us: dict[str, list[float]] = {part: [] for part in PARTS}
             info = runner.info()
-            is_fp8 = info.get("quantization") == "fp8"
-            found = Measured(config_idx, tokens, us, info["moe_backend"], eager, is_fp8)
+            found = Measured(config_idx, tokens, us, info["moe_backend"], eager, runs_in_fp8(info))
             cells.append((found, timers))
     for repeat in range(orders.repeats + 1):
         for found, timers in cells:

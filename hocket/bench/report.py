@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def link_of(config: EngineConfig) -> dict[str, Any]:
     if link is None:
         return {"kind": "real", "gb_per_s": None, "latency_us": None}
     return {"kind": "emulated", "gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
+
+
+def runs_in_fp8(info: Mapping[str, Any]) -> bool:
+    """Whether the rank whose start-up facts these are holds its experts, and so its projections, in fp8."""
+    return "fp8" in info["moe_backend"]
 
 
 def check_output(output: str | None) -> None:

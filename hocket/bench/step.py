@@ -15,7 +15,7 @@ from typing import Any
 from hocket.bench.cells import PHASES, Cell, sweep_of
 from hocket.bench.floor import Rates, floor_of, step_parts
 from hocket.bench.rates import GivenRates, rates_of
-from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
+from hocket.bench.report import check_output, emit, link_of, provenance, runs_in_fp8, spread, strategy_of
 from hocket.bench.shapes import changed
 from hocket.bench.table import table_of
 from hocket.channel.messages import CountKernels
@@ -156,7 +156,7 @@ def _row(
 
     computed_prompt_tokens: of a rank's run, those that were not found in the prefix cache.
     """
-    is_fp8 = rank.get("quantization") == "fp8"
+    is_fp8 = runs_in_fp8(rank)
     parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
     floor = floor_of(parts, rates)
     step_us = spread([one["step_us"] for one in runs])
