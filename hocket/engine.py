@@ -179,6 +179,8 @@ class Engine:
         """Every step passes here once, on every rank."""
         self.stats.count_step(record)
         ends_run = record.plan.is_finished if self._lock_step else not self.scheduler.has_unfinished
+        if ends_run:
+            self.stats.pace.interrupt()
         self.log.step(record, ends_run=ends_run)
 
     def _refusal(self, batch: Batch) -> Reason | None:

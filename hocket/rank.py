@@ -21,6 +21,7 @@ from hocket.channel.messages import (
     Abort,
     AddRequests,
     Configure,
+    CountKernels,
     Failed,
     FrontMessage,
     GetStats,
@@ -42,6 +43,7 @@ from hocket.dist.world import Place, World
 from hocket.engine import Engine
 from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
+from hocket.worker.kernel_count import KernelCount
 
 logger = logging.getLogger(__name__)
 _FRONT_KEY = "front"
@@ -58,6 +60,7 @@ class RankProcess:
         self.rank = world.place.rank
         self.engine: Engine | None = None
         self._watchdog: Watchdog | None = None
+        self._kernels: KernelCount | None = None
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -83,6 +86,8 @@ class RankProcess:
     def _step(self, engine: Engine) -> None:
         outputs, plan = engine.step()
         self.world.record.enter(RESTS)
+        if self._kernels is not None:
+            self._kernels.step(plan)
         now = time.monotonic()
         if outputs or now > self._spoke_at + _SIGN_OF_LIFE_S:
             self._spoke_at = now
@@ -136,9 +141,14 @@ class RankProcess:
             self._woken_wave = max(self._woken_wave, message.wave)
         elif isinstance(message, GetStats):
             stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
+            if self._kernels is not None:
+                stats["kernels"] = self._kernels.found
             self.channel.send(Stats(rank=self.rank, stats=stats))
             if message.reset:
                 self.engine.stats.reset()
+
+        elif isinstance(message, CountKernels):
+            self._kernels = KernelCount(message.phase, message.num_tokens)
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

@@ -7,13 +7,23 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hocket.config.devices import num_gpus
+from hocket.config.engine import EngineConfig
 from hocket.errors import ConfigError
+
+UNKNOWN = "unknown"
+PACKAGES = ("hocket", "torch", "numpy", "tokenizers")
+GPU_PACKAGES = ("triton", "flashinfer-python", "sgl-deep-gemm")
+"""Named where they are installed."""
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def provenance(bench: str) -> dict[str, Any]:
@@ -23,8 +33,9 @@ def provenance(bench: str) -> dict[str, Any]:
         "command": " ".join(["hocket", *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": []},
-        "versions": {name: _version(name) for name in ("hocket", "torch", "numpy", "tokenizers")}
+        "hardware": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
+        "versions": {name: _version(name) for name in PACKAGES}
+        | {name: version for name in GPU_PACKAGES if (version := _version(name)) != UNKNOWN}
         | {"python": platform.python_version()},
     }
 
@@ -32,6 +43,25 @@ def provenance(bench: str) -> dict[str, Any]:
 def spread(values: list[float]) -> dict[str, float]:
     """Median, smallest and largest."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def strategy_of(config: EngineConfig) -> str:
+    """How a step is run: "off", or the number of ubatches it may be split into."""
+    num_ubatches = config.overlap.num_ubatches
+    return "off" if num_ubatches == 1 else f"{num_ubatches} ubatches"
+
+
+def link_of(config: EngineConfig) -> dict[str, Any]:
+    """What transfers go over; of a real link nothing is known here but that it is real."""
+    link = config.parallel.emulated_link
+    if link is None:
+        return {"kind": "real", "gb_per_s": None, "latency_us": None}
+    return {"kind": "emulated", "gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
+
+
+def runs_in_fp8(info: Mapping[str, Any]) -> bool:
+    """Whether the rank whose start-up facts these are holds its experts, and so its projections, in fp8."""
+    return "fp8" in info["moe_backend"]
 
 
 def check_output(output: str | None) -> None:
@@ -58,7 +88,7 @@ def _commit() -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return UNKNOWN
 
 
 def _cpu_name() -> str:
@@ -69,8 +99,29 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def _gpus() -> list[dict[str, Any]]:
+    """Name, memory and driver of each NVIDIA GPU that torch sees; [] where there is none."""
+    if not num_gpus():
+        return []
+    import torch
+
+    driver = _driver_version()
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": driver} for gpu in found]
+
+
+def _driver_version() -> str:
+    """Of the NVIDIA kernel module: `NVRM version: NVIDIA UNIX … Kernel Module  580.65.06  Release Build …`."""
+    try:
+        line = _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return UNKNOWN
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", line)
+    return found[0] if found else UNKNOWN
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hocket.bench.report import check_output, emit, provenance, spread
+from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
 from hocket.config.options import Options
 from hocket.errors import ConfigError
 from hocket.llm import LLM
@@ -51,10 +51,7 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
         vocab_size = llm.config.model.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         runs = [_one_run(llm, work.prompts(vocab_size, seed), params) for seed in range(repeats + 1)][1:]
-        parallel = asdict(llm.config.parallel)
-        report = provenance("throughput") | {
-            "rows": [_row(options, work, runs) | {"parallel": parallel, "dtype": llm.config.dtype}]
-        }
+        report = provenance("throughput") | {"rows": [_row(options, work, runs) | _setting(llm)]}
     _print_table(report["rows"][0])
     emit(report, output)
     return report
@@ -93,7 +90,25 @@ def _row(options: Options, work: Workload, runs: list[dict[str, Any]]) -> dict[s
         "step_us": spread([rank["step_us"]["median"] for rank in ranks]),
         "parts_us": parts,
         "share_outside_forward": spread(shares),
+        "split": [runs[0]["ranks"][0]["overlap"]["split"], runs[0]["ranks"][0]["overlap"]["forwards"]],
         "steps_per_run": statistics.median(rank["steps"] for rank in ranks),
+    }
+
+
+def _setting(llm: LLM) -> dict[str, Any]:
+    """What the figures were measured with."""
+    config, rank = llm.config, llm.ranks[0]
+    return {
+        "dtype": config.dtype,
+        "device": config.device,
+        "num_ranks": len(llm.ranks),
+        "parallel": asdict(config.parallel),
+        "overlap": asdict(config.overlap),
+        "strategy": strategy_of(config),
+        "link": link_of(config),
+        "transport": config.parallel.all2all_backend,
+        "attention": rank["attention_backend"],
+        "experts": rank["moe_backend"],
     }
 
 

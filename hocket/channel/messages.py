@@ -47,6 +47,16 @@ class GetStats(ToRank):
     reset: bool = False
 
 
+class CountKernels(ToRank):
+    """Count the kernels of coming steps in which every rank has `num_tokens` tokens; Stats will have the number.
+
+    phase: "decode", or "prefill" for all other steps.
+    """
+
+    phase: str
+    num_tokens: int
+
+
 class Shutdown(ToRank):
     """End the process."""
 
@@ -112,7 +122,7 @@ class Failed(FromRank):
 
 
 RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Failed
-FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | Shutdown
+FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | CountKernels | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder = msgspec.msgpack.Decoder(FrontMessage)

@@ -9,6 +9,23 @@ import typer
 from hocket.cli.options import engine_options
 from hocket.config.options import Options
 
+_TOKENS_HELP = "tokens of each rank's step, with commas between"
+_REUSE_HELP = "decode the same prompts in every repeat, from the prefix cache (quicker); else nothing is cached"
+_BytesPerS = Annotated[
+    float | None, typer.Option(help="memory rate for the floor (default: measured, on a GPU)", min=1)
+]
+_FlopsPerS = Annotated[
+    float | None,
+    typer.Option(help="rate of matrix products for the floor (default: measured in bf16, on a GPU)", min=1),
+]
+_Fp8FlopsPerS = Annotated[float | None, typer.Option(help="the same in fp8 (default: twice the other)", min=1)]
+_SliceOfEp = Annotated[
+    int | None,
+    typer.Option(help="dummy weights only: as many experts per rank, and rows for each, as on a GPU of EP-N", min=1),
+]
+_Repeats = Annotated[int, typer.Option(help="measured runs of each, in turn, after one to warm up", min=1)]
+_Output = Annotated[str | None, typer.Option(help="also write the result to this JSON file")]
+
 bench_app = typer.Typer(no_args_is_help=True)
 
 
@@ -18,6 +35,106 @@ def _bench() -> None:
 
     A table for people and, as the last line, JSON go to standard output: … | tail -n 1 gives the JSON alone.
     """
+
+
+@bench_app.command()
+@engine_options()
+def step(
+    *,
+    options: Options,
+    tokens_per_gpu: Annotated[str, typer.Option(help=_TOKENS_HELP + " (decode)")] = "64,128,256",
+    phase: Annotated[str, typer.Option(help="decode, prefill or both")] = "decode,prefill",
+    context: Annotated[int, typer.Option(help="tokens that a decode sees; tokens of a prompt", min=2)] = 1024,
+    num_steps: Annotated[int, typer.Option(help="decode steps of a run, at least", min=1)] = 32,
+    num_prefill_steps: Annotated[int, typer.Option(help="prefill steps of a run, at least", min=1)] = 8,
+    repeats: _Repeats = 5,
+    bytes_per_s: _BytesPerS = None,
+    flops_per_s: _FlopsPerS = None,
+    fp8_flops_per_s: _Fp8FlopsPerS = None,
+    slice_of_ep: _SliceOfEp = None,
+    num_layers: Annotated[
+        int | None, typer.Option(help="dummy weights only: so many layers instead of the model's", min=1)
+    ] = None,
+    count_kernels: Annotated[bool, typer.Option(help="count kernels per step, by one more run of each")] = False,
+    reuse_prompts: Annotated[bool, typer.Option(help=_REUSE_HELP)] = False,
+    output: _Output = None,
+) -> None:
+    """A step of the whole engine: decodes of so many requests, and prefill at so many tokens, beside their floor.
+
+    Prompts are random. A prefill step has --max-num-batched-tokens (default here: 4096) tokens.
+
+    Example: hocket bench step --model tiny --data-parallel-size 2 --enable-expert-parallel --tokens-per-gpu 4,16
+    """
+    from hocket.bench.cells import PHASES, names, whole_numbers
+    from hocket.bench.rates import GivenRates
+    from hocket.bench.step import Sweep, run
+
+    sweep = Sweep(
+        tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
+        phases=names("phase", phase, PHASES),
+        context=context,
+        num_steps=num_steps,
+        num_prefill_steps=num_prefill_steps,
+        repeats=repeats,
+        rates=GivenRates(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, fp8_flops_per_s=fp8_flops_per_s),
+        slice_of_ep=slice_of_ep,
+        num_layers=num_layers,
+        count_kernels=count_kernels,
+        reuse_prompts=reuse_prompts,
+    )
+    run(options, sweep, output=output)
+
+
+@bench_app.command()
+@engine_options(without=("moe_backend", "all2all_backend"))
+def layer(
+    *,
+    options: Options,
+    tokens_per_gpu: Annotated[str, typer.Option(help=_TOKENS_HELP)] = "64,128,256,512",
+    experts: Annotated[str, typer.Option(help="expert kernels, with commas between; as --moe-backend")] = "auto",
+    transports: Annotated[str, typer.Option(help="the same for transports; as --all2all-backend")] = "auto",
+    repeats: _Repeats = 5,
+    rounds: Annotated[int, typer.Option(help="calls that one figure goes over", min=1)] = 10,
+    bytes_per_s: _BytesPerS = None,
+    flops_per_s: _FlopsPerS = None,
+    fp8_flops_per_s: _Fp8FlopsPerS = None,
+    slice_of_ep: _SliceOfEp = None,
+    output: _Output = None,
+) -> None:
+    """One sparse layer alone, with dummy weights: router, dispatch, experts, combine, for each pair of backends.
+
+    On GPUs each part is captured in a CUDA graph where it can be (--enforce-eager: never).
+
+    Example: hocket bench layer --model tiny --data-parallel-size 2 --enable-expert-parallel --tokens-per-gpu 64
+    """
+    from hocket.bench.cells import names, whole_numbers
+    from hocket.bench.layer import Sweep, run
+    from hocket.bench.rates import GivenRates
+    from hocket.config.backends import EP_TRANSPORTS, EXPERTS
+
+    sweep = Sweep(
+        tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
+        experts=names("experts", experts, ("auto", *EXPERTS)),
+        transports=names("transports", transports, ("auto", *EP_TRANSPORTS)),
+        repeats=repeats,
+        rounds=rounds,
+        rates=GivenRates(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, fp8_flops_per_s=fp8_flops_per_s),
+        slice_of_ep=slice_of_ep,
+    )
+    run(options, sweep, output=output)
+
+
+@bench_app.command()
+def table(
+    files: Annotated[list[str], typer.Argument(help="results of one benchmark, as written by --output")],
+) -> None:
+    """Results as a markdown table, those of other engines beside ours.
+
+    Example: hocket bench table benchmarks/results/*-step-*.json
+    """
+    from hocket.bench.table import read_reports, table_of
+
+    typer.echo(table_of(read_reports(files)))
 
 
 @bench_app.command()
@@ -32,7 +149,7 @@ def throughput(
         str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
     ] = None,
     repeats: Annotated[int, typer.Option(help="measured runs, after one to warm up", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    output: _Output = None,
 ) -> None:
     """Offline throughput: requests/s, tokens/s, and where a step's time goes.
 
@@ -51,8 +168,8 @@ def overlap(
     options: Options,
     prompt_len: Annotated[int, typer.Option(help="tokens of a random prompt; a step holds one", min=2)] = 512,
     prompts_per_rank: Annotated[int, typer.Option(help="prompts of a run on each rank", min=1)] = 8,
-    repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    repeats: _Repeats = 5,
+    output: _Output = None,
 ) -> None:
     """Overlap off against on, over an emulated link that takes about as long as compute.
 
@@ -73,8 +190,8 @@ def overlap(
 def handover(
     num_ubatches: Annotated[int, typer.Option(help="ubatches that take turns", min=2)] = 2,
     num_hand_overs: Annotated[int, typer.Option(help="hand-overs of a run", min=2)] = 20_000,
-    repeats: Annotated[int, typer.Option(help="measured runs of each, in turn", min=1)] = 5,
-    output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
+    repeats: _Repeats = 5,
+    output: _Output = None,
 ) -> None:
     """What a hand-over between ubatches costs, with greenlets and with threads."""
     from hocket.bench.handover import run

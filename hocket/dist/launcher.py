@@ -98,7 +98,7 @@ class RankGroup:
             command += ["--store", f"{self._folder}/store"]
         # A session of its own: Ctrl-C in the terminal is for the front, which decides what becomes of the ranks.
         self._processes[rank] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=_rank_environment(), start_new_session=True
+            command, stdin=subprocess.PIPE, env=rank_environment(), start_new_session=True
         )
 
     def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
@@ -275,7 +275,7 @@ def _private_folder() -> str:
     return tempfile.mkdtemp(prefix="hocket-", dir=base if len(base) < _MAX_SOCKET_FOLDER else "/tmp")
 
 
-def _rank_environment() -> dict[str, str]:
+def rank_environment() -> dict[str, str]:
     """This process's, and what makes ranks import the same code, also from a checkout that is not installed.
 
     OpenMP's threads must not spin while they wait: where cores are shared, decodes were 25 to 50 times slower.

@@ -11,6 +11,7 @@ from typing import Any
 from hocket.overlap.vote import Reason, StepPlan
 from hocket.scheduler.batch import Phase
 from hocket.worker.laps import PARTS
+from hocket.worker.pace import Pace
 
 WINDOW = 4096
 """Durations kept per part for medians and spreads; sums go over all steps."""
@@ -64,6 +65,7 @@ class StepStats:
         self._sums = dict.fromkeys(PARTS, 0.0)
         self._recent: dict[str, deque[float]] = {part: deque(maxlen=WINDOW) for part in PARTS}
         self._step_us: deque[float] = deque(maxlen=WINDOW)
+        self.pace = Pace()
 
     def count_step(self, record: StepRecord) -> None:
         """One step, also one in which nobody worked or that was dropped."""
@@ -73,6 +75,10 @@ class StepStats:
         self.failed += record.has_failed
         if record.ubatches:
             self._count_forward(record)
+        if record.ubatches and not record.has_failed:
+            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us)
+        else:
+            self.pace.interrupt()
 
     def _count_forward(self, record: StepRecord) -> None:
         self.forwards += 1
@@ -119,6 +125,7 @@ class StepStats:
             "graphs": dict(self.graphs),
             "times_us": {part: _figures(self._recent[part], self._sums[part]) for part in PARTS},
             "step_us": _figures(self._step_us, sum(self._sums.values())),
+            "pace": self.pace.snapshot(),
         }
 
 

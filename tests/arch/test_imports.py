@@ -66,6 +66,7 @@ TORCH_FREE = [
     "hocket.moe.placement",
 ]
 WITH_TORCH = [
+    "hocket.bench.layer_rank",
     "hocket.cache.storage",
     "hocket.dist.mesh",
     "hocket.dist.world",

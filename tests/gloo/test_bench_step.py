@@ -1,0 +1,132 @@
+"""`hocket bench step` and `layer` on two ranks of a CPU: every cell is measured, and the results hang together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = ("--data-parallel-size", "2", "--enable-expert-parallel", "--device", "cpu")
+RATES = ("--bytes-per-s", "1e10", "--flops-per-s", "5e10")
+STEPS = ("--context", "40", "--num-steps", "4", "--num-prefill-steps", "2", "--max-num-batched-tokens", "64")
+KEYS = {
+    *("model", "layers", "dtype", "phase", "tokens_per_gpu", "context", "transport", "experts", "attention", "graphs"),
+    *("strategy", "link", "step_us", "floor_us", "floor", "comm_us", "tokens_per_s", "spread", "kernels_per_step"),
+}
+
+
+def bench(*args: str) -> tuple[int, str, str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hocket.cli.main", "bench", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+def report_of(*args: str) -> dict[str, Any]:
+    code, out, err = bench(*args)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_steps_of_both_phases(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sweep = ("--tokens-per-gpu", "2,4", "--repeats", "2", "--count-kernels", "--output", str(path))
+    report = report_of("step", "--model", "tiny", *RANKS, *RATES, *STEPS, *sweep)
+    assert json.loads(path.read_text()) == report
+    rows = report["rows"]
+    assert [(row["phase"], row["tokens_per_gpu"]) for row in rows] == [("decode", 2), ("decode", 4), ("prefill", 64)]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["link"] == {"kind": "real", "gb_per_s": None, "latency_us": None}
+        low, high = row["spread"]["step_us"]
+        assert 0 < low <= row["step_us"] <= high
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_gpu"] / row["step_us"] * 1e6)
+        assert row["spread"]["tokens_per_s"][1] == pytest.approx(row["tokens_per_gpu"] / low * 1e6)
+        assert 0 < row["comm_us"] < row["step_us"]
+        floor = row["floor"]
+        assert row["floor_us"] == pytest.approx(max(floor["bytes"] / 1e4, floor["flops"] / 5e4))
+        assert (row["repeats"], row["kernels"], row["kernels_per_step"]) == (2, None, None), (
+            "there are no kernels to count on a CPU"
+        )
+        assert row["steps"] >= (2 if row["phase"] == "prefill" else 4)
+        assert row["computed_prompt_tokens"] == row["prompt_len"] * row["num_requests"], "every prompt is new"
+    assert abs(rows[0]["context"] - 40) <= 1
+    assert report["ready_s"] > 0
+    code, out, err = bench("table", str(path))
+    assert (code, err) == (0, "")
+    assert out.count("\n| decode | ") == 2
+
+
+def test_a_slice_over_an_emulated_link_without_rates() -> None:
+    """A dense layer and a sparse one of four experts a rank, as at EP-4 of 16. Without rates there is no floor."""
+    shape = ("--slice-of-ep", "4", "--num-layers", "2", "--load-format", "dummy", "--dtype", "bfloat16")
+    link = ("--emulate-link-gb-per-s", "1", "--emulate-link-latency-us", "200")
+    steps = ("--context", "12", "--num-steps", "2", "--max-num-batched-tokens", "16", "--repeats", "1")
+    cells = ("--phase", "decode", "--tokens-per-gpu", "2", "--reuse-prompts", "--block-size", "2")
+    (row,) = report_of("step", "--model", "tiny", *RANKS, *shape, *link, *steps, *cells)["rows"]
+    assert (row["model"], row["layers"], row["dtype"]) == ("tiny", 2, "bfloat16")
+    assert row["slice"] == {"of_ep": 4, "model_experts": 16, "experts_per_rank": 4, "rows_per_expert_and_token": 1.0}
+    assert row["link"] == {"kind": "emulated", "gb_per_s": 1.0, "latency_us": 200.0}
+    assert row["comm_us"] >= 2 * 200, "a dispatch and a combine in the sparse layer"
+    assert row["computed_prompt_tokens"] <= 2 * 2, "of two prompts less than a block each is not cached"
+    assert row["floor_us"] is None
+    read = 4 * (1 - (1 - 4 / 8) ** 4)  # of four experts here and eight in all, by four tokens that choose four each
+    assert row["floor"]["parts"]["experts"]["bytes"] == read * 3 * 192 * 64 * 2
+
+
+def test_a_cache_without_room_for_the_requests_is_named() -> None:
+    """Four requests of about 45 tokens; the cache holds three blocks of 16 for each of two."""
+    few = ("--tokens-per-gpu", "4", "--phase", "decode", "--repeats", "1", "--kv-cache-memory-bytes", "184320")
+    code, _, err = bench("step", "--model", "tiny", *RANKS, *STEPS, *few)
+    assert code == 1
+    assert "steps were a decode of 4 tokens on every rank" in err
+
+
+def test_throughput_says_what_it_was_measured_with(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    few = ("--num-prompts", "8", "--input-len", "8", "--output-len", "8", "--repeats", "1", "--output", str(path))
+    overlap = ("--enable-dbo", "--dbo-decode-token-threshold", "2")
+    (row,) = report_of("throughput", "--model", "tiny", *RANKS, *overlap, *few)["rows"]
+    assert (row["device"], row["num_ranks"], row["strategy"]) == ("cpu", 2, "2 ubatches")
+    assert row["overlap"]["decode_token_threshold"] == 2
+    num_split, num_steps = row["split"]
+    assert 7 <= num_split <= num_steps, "seven decodes of four requests a rank"
+    assert (row["attention"], row["experts"]) == ("sdpa", "grouped_mm")
+    code, out, err = bench("table", str(path))
+    assert (code, err) == (0, "")
+    assert "overlap 2 ubatches" in out
+
+
+def test_a_layer_with_each_pair_of_backends() -> None:
+    backends = ("--experts", "grouped_mm,reference", "--transports", "torch,allgather_reducescatter")
+    sweep = ("--tokens-per-gpu", "4,16", "--repeats", "2", "--rounds", "2")
+    rows = report_of("layer", "--model", "tiny", *RANKS, *RATES, *backends, *sweep)["rows"]
+    pairs = [(t, e) for t in ("torch", "allgather_reducescatter") for e in ("grouped_mm", "reference")]
+    assert [(row["transport"], row["experts"], row["tokens_per_gpu"]) for row in rows] == [
+        (*pair, tokens) for pair in pairs for tokens in (4, 16)
+    ]
+    for row in rows:
+        assert row["rows_per_expert"] == row["tokens_per_gpu"] * 2 * 4 / 16
+        for part in ("router_us", "dispatch_us", "experts_us", "combine_us", "layer_us"):
+            assert 0 < row[part]["min"] <= row[part]["median"] <= row[part]["max"]
+        assert row["floor_us"] == pytest.approx(max(row["floor"]["bytes"] / 1e4, row["floor"]["flops"] / 5e4))
+        assert not row["graphs"]
+
+
+def test_a_layer_on_one_rank() -> None:
+    (row,) = report_of("layer", "--model", "tiny", "--device", "cpu", "--tokens-per-gpu", "4", "--repeats", "1")["rows"]
+    assert (row["transport"], row["num_ranks"], row["rows_per_expert"]) == ("local", 1, 1.0)
+
+
+def test_a_rank_of_the_layer_that_fails_is_named() -> None:
+    code, _, err = bench("layer", "--model", "tiny", *RANKS, "--kv-cache-memory-bytes", "1", "--tokens-per-gpu", "4")
+    assert code == 1
+    assert "rank " in err
+    assert "the KV cache has room for 0 blocks" in err

@@ -1,0 +1,47 @@
+"""Where a result comes from: GPUs with their driver, and the packages whose kernels ran."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hocket.bench import report
+
+PROC = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\nGCC version:  gcc 13\n"
+)
+
+
+def test_gpus_and_their_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    monkeypatch.setattr(report, "_DRIVER", driver)
+    monkeypatch.setattr(report, "num_gpus", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpus = [SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30), SimpleNamespace(name="Other", total_memory=1)]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: gpus[i])
+    for text, said in ((PROC, "580.95.05"), ("no number", "unknown"), ("", "unknown"), (None, "unknown")):
+        driver.unlink(missing_ok=True)
+        if text is not None:
+            driver.write_text(text)
+        assert report.provenance("step")["hardware"]["gpus"] == [
+            {"name": "NVIDIA H200", "memory_bytes": 150 << 30, "driver": said},
+            {"name": "Other", "memory_bytes": 1, "driver": said},
+        ]
+
+
+def test_packages_of_kernels_are_named_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "flashinfer-python":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return f"{name} 1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = report.provenance("step")["versions"]
+    assert found["triton"] == "triton 1.0"
+    assert found["sgl-deep-gemm"] == "sgl-deep-gemm 1.0"
+    assert "flashinfer-python" not in found
+    assert found["torch"] == "torch 1.0"
