@@ -23,7 +23,7 @@ def provenance(bench: str) -> dict[str, Any]:
         "command": " ".join(["hocket", *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": []},
+        "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": []},
         "versions": {name: _version(name) for name in ("hocket", "torch", "numpy", "tokenizers")}
         | {"python": platform.python_version()},
     }
@@ -61,7 +61,8 @@ def _commit() -> str:
         return "unknown"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name, as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,47 @@
+"""Which backends could run here, asked of the registries that the engine builds from. Knows no backend by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hocket.attention.registry import attention_backend
+from hocket.config.backends import ATTENTION, EXECUTORS, EXPERTS, TRANSPORTS
+from hocket.config.engine import EngineConfig
+from hocket.doctor.child import described
+from hocket.errors import BackendUnavailable
+from hocket.moe.experts.registry import experts_class
+from hocket.moe.transport.registry import transport_class
+from hocket.overlap.thread_state import make_baton
+
+
+def backends(config: EngineConfig) -> list[dict[str, Any]]:
+    """{kind, name, available, reason} of each; the reason is None where it is available."""
+    dtype, model = getattr(torch, config.dtype), config.model
+
+    def experts(name: str) -> str | None:
+        return experts_class(name).unsupported_reason(model.hidden_size, model.moe.intermediate_size, dtype)
+
+    def executor(name: str) -> None:
+        make_baton(name, 2, config.step_timeout_s, torch.device(config.device)).close()
+
+    return [
+        *(_one("attention", name, attention_backend) for name in ATTENTION),
+        *(_one("experts", name, experts) for name in EXPERTS),
+        *(_one("transport", name, transport_class) for name in TRANSPORTS),
+        *(_one("executor", name, executor) for name in EXECUTORS),
+    ]
+
+
+def _one(kind: str, name: str, find: Callable[[str], Any]) -> dict[str, Any]:
+    """find: returns what keeps the backend from running as a text, or raises it; anything else means that it runs."""
+    try:
+        found = find(name)
+        reason = found if isinstance(found, str) else None
+    except BackendUnavailable as error:
+        reason = error.why
+    except Exception as error:  # a library that is there and broken: whatever it raises is the reason
+        reason = described(error)
+    return {"kind": kind, "name": name, "available": reason is None, "reason": reason}

@@ -1,0 +1,87 @@
+"""What a configuration would come to: chosen backends, weights, room for the KV cache. Loads no weights.
+
+A rank's model is built as a rank does it, but of fake tensors, which have shapes and a device and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import HashStore
+
+from hocket.cache.storage import bytes_per_block
+from hocket.config.engine import EngineConfig
+from hocket.dist.collectives import Group
+from hocket.dist.mesh import Mesh
+from hocket.errors import CapacityError, CheckpointError
+from hocket.models.accounting import match
+from hocket.models.backends import backends_for
+from hocket.models.base import CausalLM
+from hocket.models.checkpoint import Checkpoint
+from hocket.models.registry import build_model
+from hocket.moe.factory import MoEFactory
+from hocket.moe.placement import ExpertPlacement
+from hocket.worker.memory import available_bytes, num_cache_blocks
+
+
+def choice(config: EngineConfig, gpu_free_bytes: int | None) -> dict[str, Any]:
+    """{attention, experts, weights_bytes, free_bytes, cache_blocks, cache_bytes, problems} of rank 0, which has the
+    most experts.
+
+    gpu_free_bytes: of the fullest GPU; None: on a CPU, whose memory the ranks of this host share. The cache gets the
+    engine's share of what weights leave; a GPU's rank takes off its largest step as well, which only running it tells.
+    problems: why it would not start, as far as shapes and the headers of the checkpoint's files tell.
+
+    Raises:
+        HocketError: the model cannot be built.
+    """
+    attention, experts, model = _built(config)
+    weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    num_local = config.parallel.data_parallel_size if gpu_free_bytes is None else 1
+    free_bytes = available_bytes(torch.device("cpu")) if gpu_free_bytes is None else gpu_free_bytes
+    block_bytes = bytes_per_block(config.model, getattr(torch, config.dtype), config.cache.block_size)
+    problems, blocks = [], 0
+    try:
+        left = free_bytes - weights_bytes * num_local
+        if left <= 0:
+            each = free_bytes // num_local
+            raise CapacityError(f"a rank's weights need {weights_bytes:,} bytes, and {each:,} are free for each rank")
+        blocks = num_cache_blocks(config, block_bytes, left, num_local)
+    except CapacityError as error:
+        problems.append(str(error))
+    try:
+        _check_files(config, model)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return {
+        "attention": attention,
+        "experts": experts,
+        "weights_bytes": weights_bytes,
+        "free_bytes": free_bytes // num_local,
+        "cache_blocks": blocks,
+        "cache_bytes": blocks * block_bytes,
+        "problems": problems,
+    }
+
+
+def _check_files(config: EngineConfig, model: CausalLM) -> None:
+    """Raise CheckpointError where the headers of its files tell that loading would fail."""
+    if config.load_format != "dummy":
+        with Checkpoint(config.model_path) as checkpoint:
+            match(list(model.weight_specs()), checkpoint, config.model)
+
+
+def _built(config: EngineConfig) -> tuple[str, str, CausalLM]:
+    """Names of the attention and the experts backend that the engine takes, and rank 0's model."""
+    num_ranks, device = config.parallel.expert_parallel_size, torch.device(config.device)
+    group = Group(HashStore(), 0, num_ranks) if num_ranks > 1 else None  # nothing is sent through it
+    mesh = Mesh(rank=0, world_size=num_ranks, device=device, ep_group=group)
+    strategy = config.parallel.expert_placement_strategy
+    placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, strategy)
+    backends = backends_for(config.attention_backend, config.deterministic)
+    with FakeTensorMode():
+        factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        model = build_model(config.model, factory, device, getattr(torch, config.dtype), backends)
+    return backends.attention.name, factory.experts_backends, model
