@@ -71,6 +71,7 @@ def problems(what: str, outcomes: Sequence[Outcome]) -> list[str]:
 
 def _start(module: str, folder: str, index: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "hocket.doctor.child", module, folder, str(index)]
+    env = rank_environment() | {"TORCHINDUCTOR_CACHE_DIR": folder}  # fake tensors make that folder, and leave it empty
     with _log_file(folder, index).open("wb") as log:
         # A session of its own: Ctrl-C in the terminal is for the front, which ends it.
         return subprocess.Popen(
@@ -78,7 +79,7 @@ def _start(module: str, folder: str, index: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=rank_environment(),
+            env=env,
             start_new_session=True,
         )
 
