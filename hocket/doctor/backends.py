@@ -25,7 +25,7 @@ def backends(config: EngineConfig) -> list[dict[str, Any]]:
         return experts_class(name).unsupported_reason(model.hidden_size, model.moe.intermediate_size, dtype)
 
     def executor(name: str) -> None:
-        make_baton(name, 2, config.step_timeout_s, torch.device(config.device)).close()
+        make_baton(name, 2, config.step_timeout_s, torch.device("cpu")).close()
 
     return [
         *(_one("attention", name, attention_backend) for name in ATTENTION),

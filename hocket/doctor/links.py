@@ -47,6 +47,7 @@ def probe(task: Task) -> None:
             us = move(part, place.rank, task.count, mesh.ep_group, device)
             if place.rank == 0:
                 task.found(figures(part * 4 * (task.count - 1), us) | {"op": name, "ranks": task.count})
+    task.at("leaving the group of ranks")
     world.close()
 
 

@@ -29,7 +29,8 @@ def probe(task: Task) -> None:
         task.at("starting CUDA")
         found = gpus()
         task.found({"gpus": found})
-        free_bytes = min((gpu["free_bytes"] for gpu in found), default=0)
+        used = found[: config.parallel.data_parallel_size]
+        free_bytes = min((gpu["free_bytes"] for gpu in used), default=0)
     task.at("building the model without weights")
     try:
         task.found({"choice": choice(config, free_bytes)})
