@@ -1,4 +1,4 @@
-"""What `hocket doctor` says of packages, GPUs, backends and models, part by part; tests/gloo runs the command."""
+"""What `hocket doctor` says of packages, GPUs, backends and models, part by part; test_doctor_command.py runs it."""
 
 from __future__ import annotations
 
