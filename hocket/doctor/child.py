@@ -59,7 +59,7 @@ def described(error: BaseException) -> str:
 def main() -> None:
     """Run the probe; ends without waiting for what it started (its peers may be inside a collective)."""
     module, folder, index = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    end_with_parent(folder if index == 0 else None)
+    end_with_parent(folder)  # the last to see it removes what others wrote meanwhile
     faulthandler.enable()
     task = Task(folder, index)
     code = 0

@@ -124,7 +124,7 @@ def test_an_ended_doctor_leaves_nothing(tmp_path: Path, how: signal.Signals) -> 
     _, said = front.communicate(timeout=LIMIT_S)
     assert front.returncode == (130 if how is signal.SIGINT else -how)
     assert said == (b"hocket: interrupted\n" if how is signal.SIGINT else b"")
-    deadline = time.monotonic() + (0 if how is signal.SIGINT else 10)
+    deadline = time.monotonic() + (0 if how is signal.SIGINT else LIMIT_S)
     while (alive := [pid for pid in ranks if command_of(pid)]) or list(tmp_path.iterdir()):
         assert time.monotonic() < deadline, alive or list(tmp_path.iterdir())
         time.sleep(0.05)
