@@ -27,6 +27,13 @@ class Variable:
             raise ConfigError(self.name, value, f"a whole number, at least {least}")
         return int(value)
 
+    def get_one_of(self, *allowed: str) -> str:
+        """The value; ConfigError where it is none of `allowed`."""
+        value = self.get()
+        if value not in allowed:
+            raise ConfigError(self.name, value, ", ".join(allowed))
+        return value
+
 
 LOG_LEVEL = Variable(
     name="HOCKET_LOG_LEVEL", default="WARNING", meaning="what front and ranks log to standard error: DEBUG to ERROR"
@@ -35,6 +42,11 @@ FORCE_SPLIT = Variable(
     name="HOCKET_FORCE_SPLIT",
     default="0",
     meaning="over 1: split every step into so many ubatches, whatever the thresholds and also on one rank (for tests)",
+)
+KERNELS = Variable(
+    name="HOCKET_KERNELS",
+    default="auto",
+    meaning="auto: fused Triton kernels on a GPU; torch: PyTorch's own, one operation at a time",
 )
 
 

@@ -28,6 +28,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden_size] → [T, hidden_size]."""
-        kernels = self.kernels
-        gate, up = kernels.linear(x, self.gate_up.weight).chunk(2, dim=-1)
-        return kernels.linear(kernels.silu(gate) * up, self.down.weight)
+        out: Tensor = self.down(self.kernels.silu_mul(self.gate_up(x)))
+        return out

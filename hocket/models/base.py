@@ -19,6 +19,7 @@ from hocket.attention.base import AttentionMetadata, Sliceable, sliced
 from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.config.model import ModelConfig
+from hocket.layers.kernels import PLAIN, Kernels
 from hocket.layers.linear import frozen
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
@@ -59,7 +60,10 @@ class Attention(nn.Module, ABC):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse.
+
+    The last addition is left to the norm that comes next, which does both at once.
+    """
 
     def __init__(
         self,
@@ -68,20 +72,30 @@ class DecoderLayer(nn.Module):
         mlp: GatedMLP | MoELayer,
         device: torch.device,
         dtype: torch.dtype,
+        kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=kernels)
+        self.input_norm = norm()
         self.attention = attention
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.post_attention_norm = norm()
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, rotation: Rotation, plan: Plan, layout: TokenLayout, cache: Tensor) -> Tensor:
-        """hidden [T, D] → [T, D]."""
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        plan: Plan,
+        layout: TokenLayout,
+        cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, D] as two summands, x and the residual (None: there is x alone) → the same two."""
         spans.begin(Stage.QKV)
-        hidden = hidden + self.attention(self.input_norm(hidden), rotation, plan, cache)
-        x = self.post_attention_norm(hidden)
+        x, residual = self.input_norm.of_sum(x, residual)
+        x, residual = self.post_attention_norm.of_sum(self.attention(x, rotation, plan, cache), residual)
         out: Tensor = self.mlp(x, layout) if isinstance(self.mlp, MoELayer) else self.mlp(x)
-        return hidden + out
+        return out, residual
 
 
 class CausalLM(nn.Module, ABC):
@@ -106,11 +120,12 @@ class CausalLM(nn.Module, ABC):
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed_tokens = frozen(torch.empty(vocabulary, device=device, dtype=dtype))
         self.rotary = RotaryEmbedding(config.rope, device, exact=backends.kernels.batch_invariant)
+        kernels = backends.kernels
         self.layers = nn.ModuleList(
-            DecoderLayer(config, self.build_attention(device), self._build_mlp(i, moe, device), device, dtype)
+            DecoderLayer(config, self.build_attention(device), self._build_mlp(i, moe, device), device, dtype, kernels)
             for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=kernels)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
@@ -140,25 +155,26 @@ class CausalLM(nn.Module, ABC):
             kernels=kernels,
         )
 
-    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor], plan: Plan | None = None) -> Tensor:
         """Final normalised hidden states [T, D]; one KV cache per layer is read and written. T may be 0.
 
+        plan: the attention's, where it is made already (`AttentionBackend.decode_plan`), else made here.
         Rows of padding hold anything; no real row depends on them.
         """
-        hidden = F.embedding(inputs.token_ids, self.embed_tokens)
+        x, residual = F.embedding(inputs.token_ids, self.embed_tokens), None
         rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
-        first = kv_cache[0]
-        plan = self.backends.attention.plan(
-            inputs.attention, hidden.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
-        )
+        if plan is None:
+            first = kv_cache[0]
+            plan = self.backends.attention.plan(
+                inputs.attention, x.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
+            )
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            hidden = layer(hidden, rotation, plan, inputs.layout, cache)
-        out: Tensor = self.norm(hidden)
-        return out
+            x, residual = layer(x, residual, rotation, plan, inputs.layout, cache)
+        return self.norm.of_sum(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → fp32 [N, V]."""
-        return self.backends.kernels.linear(hidden, self.lm_head).float()
+        return self.backends.kernels.logits(hidden, self.lm_head)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of a published checkpoint of this model, this rank's and the others'."""
