@@ -70,6 +70,7 @@ def _resolved(config: EngineConfig) -> dict[str, Any]:
         "transport": parallel.all2all_backend,
         "num_ubatches": overlap.num_ubatches,
         "executor": overlap.executor if overlap.num_ubatches > 1 else None,
+        "graph_sizes": list(config.graphs.sizes),
         "block_size": config.cache.block_size,
         "max_model_len": config.scheduler.max_model_len,
         "max_num_seqs": config.scheduler.max_num_seqs,

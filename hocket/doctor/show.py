@@ -142,9 +142,12 @@ def _choice(config: dict[str, Any], choice: dict[str, Any] | None) -> Iterator[R
     yield "ranks", f"{ranks} on {config['device']}{spread}; transport {config['transport']}"
     overlap = "off" if config["executor"] is None else f"{config['num_ubatches']} ubatches, {config['executor']}"
     yield "overlap", overlap
+    if config["graph_sizes"]:
+        sizes = config["graph_sizes"]
+        yield "graphs", f"for decode steps, {len(sizes)} sizes to {sizes[-1]} tokens, if all backends can be captured"
     if choice is None or "experts" not in choice:
         return
-    yield "backends", f"attention {choice['attention']}, experts {choice['experts']}"
+    yield "backends", f"attention {choice['attention']}, experts {choice['experts']}, kernels {choice['kernels']}"
     yield "weights", f"{choice['weights_bytes'] / _GIB:.2f} GiB a rank, of {choice['free_bytes'] / _GIB:.2f} GiB free"
     if choice["cache_blocks"] == 0:
         yield "KV cache", "no room for one request"

@@ -22,6 +22,7 @@ from hocket.doctor import children, choice, examine, host
 from hocket.doctor.backends import backends
 from hocket.doctor.children import Outcome
 from hocket.doctor.show import MAX_WIDTH, console, show
+from hocket.models.backends import KERNELS
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory
 from hocket.moe.placement import ExpertPlacement
@@ -93,8 +94,13 @@ def test_every_backend_of_every_registry_is_listed() -> None:
         "experts": names.EXPERTS,
         "transport": names.TRANSPORTS,
         "executor": names.EXECUTORS,
+        "kernels": KERNELS,
     }
-    assert set(found()) >= {(kind, name) for kind, group in wanted.items() for name in group}
+    reasons = found()
+    assert set(reasons) == {(kind, name) for kind, group in wanted.items() for name in group}
+    gpu_only = {("attention", "flashinfer"), ("kernels", "triton"), *(("experts", name) for name in names.GPU_EXPERTS)}
+    assert {one for one, reason in reasons.items() if reason is not None} == gpu_only
+    assert all("NVIDIA GPU" in str(reasons[one]) for one in gpu_only)
 
 
 def test_a_backend_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +219,7 @@ def shown(report: dict[str, Any]) -> str:
 CHOICE = {
     "attention": "sdpa",
     "experts": "grouped_mm",
+    "kernels": "torch",
     "weights_bytes": 17 << 30,
     "free_bytes": 149 << 30,
     "cache_blocks": 1000,
