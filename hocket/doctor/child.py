@@ -28,7 +28,7 @@ class Task:
         given = json.loads(Path(folder, "arguments").read_text(encoding="utf-8"))
         self.count: int = given["count"]
         self.arguments: dict[str, Any] = given["arguments"]
-        self._notes = notes_file(folder, index).open("a", encoding="utf-8", buffering=1)
+        self._notes = notes_file(folder, index)
 
     def at(self, what: str) -> None:
         """Say what comes now: a probe that gets stuck is stuck there."""
@@ -42,7 +42,8 @@ class Task:
         self._note(error=error)
 
     def _note(self, **entry: Any) -> None:
-        self._notes.write(json.dumps(entry) + "\n")
+        with self._notes.open("a", encoding="utf-8") as notes:
+            notes.write(json.dumps(entry) + "\n")
 
 
 def notes_file(folder: str, index: int) -> Path:
