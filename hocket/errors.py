@@ -66,10 +66,12 @@ class BackendUnavailable(HocketError):
 
     kind: str = ""
     name: str = ""
+    why: str = ""
 
     def __init__(self, kind: str, name: str, why: str, available: Iterable[str] = ()) -> None:
         self.kind = kind
         self.name = name
+        self.why = why
         names = ", ".join(available)
         super().__init__(f"{kind} {name!r} is not available: {why}" + (f"; available here: {names}" if names else ""))
 

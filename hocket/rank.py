@@ -6,7 +6,6 @@ import argparse
 import faulthandler
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from hocket.channel.messages import (
 )
 from hocket.channel.rank import RankChannel
 from hocket.config.engine import EngineConfig
+from hocket.dist.processes import end_with_parent
 from hocket.dist.record import RESTS
 from hocket.dist.watchdog import Watchdog, time_limit
 from hocket.dist.world import Place, World
@@ -254,7 +254,7 @@ def main() -> int:
     args = parser.parse_args()
     faulthandler.enable()
     folder = os.path.dirname(args.store) if args.store and args.rank == 0 else None
-    threading.Thread(target=_end_with_parent, args=(folder,), name="parent-watch", daemon=True).start()
+    end_with_parent(folder)
     place = Place.spawned(args.rank, args.world_size, args.store) if args.store else Place.from_torchrun()
     return serve(place, args.address, args.startup_timeout)
 
@@ -262,15 +262,6 @@ def main() -> int:
 def join_torchrun(startup_timeout_s: float) -> int:
     """Serve as the rank that torchrun made this process; returns when the front shuts down."""
     return serve(Place.from_torchrun(), None, startup_timeout_s)
-
-
-def _end_with_parent(folder: str | None) -> None:
-    """The launcher holds the other end of standard input: when it is gone, so are we, and the `folder` it left."""
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(4)
 
 
 if __name__ == "__main__":

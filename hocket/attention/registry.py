@@ -42,6 +42,34 @@ class SdpaAttention(AttentionBackend[AttentionPlan]):
         return paged_mla(query, latent, kv_b, cache, plan, scale)
 
 
+AUTO = ("flashinfer", "sdpa")
+"""What "auto" takes: the first that can run."""
+
+
+def unavailable_reason(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the backend `name` cannot run a model of `config` in `dtype` here; None: it can. Compiles nothing.
+
+    Raises:
+        BackendUnavailable: there is no such backend. ImportError: what it is made of cannot be imported.
+    """
+    if name == "flashinfer":
+        from hocket.attention.flashinfer_library import HeadShapes, unusable
+
+        return unusable(HeadShapes.of(config), dtype, device)
+    attention_backend(name)
+    return None
+
+
+def chosen_name(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend that `name`, also "auto", comes to, unless compiling it fails; BackendUnavailable as
+    `attention_backend` raises it."""
+    for candidate in AUTO if name == "auto" else (name,):
+        reason = unavailable_reason(candidate, config, dtype, device)
+        if reason is None:
+            return candidate
+    raise BackendUnavailable("attention backend", name, str(reason), CPU_ATTENTION)
+
+
 def attention_backend(
     name: str, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> AttentionBackend[Any]:
@@ -71,13 +99,13 @@ def attention_backend(
 
 def _flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any] | str:
     """FlashInfer's kernels, compiled; else why they cannot be used."""
-    from hocket.attention.flashinfer import FlashInferAttention
-    from hocket.attention.flashinfer_library import HeadShapes, compile_kernels, unusable
-
-    heads = HeadShapes.of(config)
-    why = unusable(heads, dtype, device)
+    why = unavailable_reason("flashinfer", config, dtype, device)
     if why is not None:
         return why
+    from hocket.attention.flashinfer import FlashInferAttention
+    from hocket.attention.flashinfer_library import HeadShapes, compile_kernels
+
+    heads = HeadShapes.of(config)
     try:
         compile_kernels(heads, dtype, device)
     except (RuntimeError, OSError) as error:

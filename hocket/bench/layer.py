@@ -26,7 +26,7 @@ from hocket.config.engine import EngineConfig
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.config.resolve import model_folder, resolve
-from hocket.dist.launcher import rank_environment
+from hocket.dist.processes import rank_environment
 from hocket.dist.record import Records
 from hocket.errors import HocketError
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from hocket.bench.floor import Rates
-from hocket.dist.launcher import rank_environment
+from hocket.dist.processes import rank_environment
 from hocket.errors import ConfigError, HocketError
 
 COPY_BYTES = 4 << 30

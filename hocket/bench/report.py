@@ -33,7 +33,7 @@ def provenance(bench: str) -> dict[str, Any]:
         "command": " ".join(["hocket", *sys.argv[1:]]),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
+        "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
         "versions": {name: _version(name) for name in PACKAGES}
         | {name: version for name in GPU_PACKAGES if (version := _version(name)) != UNKNOWN}
         | {"python": platform.python_version()},
@@ -91,7 +91,8 @@ def _commit() -> str:
         return UNKNOWN
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name, as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -9,6 +9,7 @@ import typer
 
 from hocket import __version__
 from hocket.cli.bench import bench_app
+from hocket.cli.doctor import doctor
 from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(explain)
+app.command()(doctor)
 app.add_typer(bench_app, name="bench")
 
 

@@ -13,11 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from hocket import errors
@@ -35,6 +32,7 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
+from hocket.dist.processes import end_all, how_ended, private_folder, rank_environment
 from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere
 from hocket.errors import HocketError, RankLost, StepDesync
 
@@ -43,7 +41,6 @@ _POLL_S = 0.1
 _CHECK_S = 0.2
 _GATHER_CAUSES_S = 2.0
 _CLOSE_S = 5.0
-_MAX_SOCKET_FOLDER = 70
 _ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
 
 
@@ -62,7 +59,7 @@ class RankGroup:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._startup_timeout_s = startup_timeout_s
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self._channel = FrontChannel(_bind_address(self._folder))
         self._records = Records(self._folder, world_size, create=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -192,7 +189,7 @@ class RankGroup:
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
         """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step."""
-        how = f"rank {rank} ended unexpectedly ({_how_ended(code)})"
+        how = f"rank {rank} ended unexpectedly ({how_ended(code)})"
         if code == -signal.SIGABRT and (odd := apart(found) or elsewhere(found, rank)):
             return StepDesync(f"rank {_listed(odd)} took one transfer for another; {how}")
         return RankLost(how)
@@ -262,35 +259,14 @@ class RankGroup:
             return
         self.closed = True
         try:
-            _end(self._processes.values())
+            end_all(self._processes.values())
             self._channel.close()
             self._records.close()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _private_folder() -> str:
-    """A folder that only this user reaches (mode 0700), with a path short enough for sockets in it."""
-    base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="hocket-", dir=base if len(base) < _MAX_SOCKET_FOLDER else "/tmp")
 
-
-def rank_environment() -> dict[str, str]:
-    """This process's, and what makes ranks import the same code, also from a checkout that is not installed.
-
-    OpenMP's threads must not spin while they wait: where cores are shared, decodes were 25 to 50 times slower.
-    """
-    env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
-    root = str(Path(__file__).resolve().parents[2])
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return env
-
-
-def _how_ended(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    return f"killed by signal {-exit_code}: {signal.strsignal(-exit_code)}"
 
 
 def _where(found: dict[int, Whereabouts]) -> str:
@@ -306,13 +282,3 @@ def _bind_address(folder: str) -> str:
     if under_torchrun() and os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return f"tcp://{socket.gethostbyname(os.environ['MASTER_ADDR'])}:*"
     return f"ipc://{folder}/front"
-
-
-def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()

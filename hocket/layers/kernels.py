@@ -33,6 +33,7 @@ MAX_ELEMENTS = 16384
 class Kernels:
     """PyTorch's own: the fastest; a row's last bits may depend on how many rows there are."""
 
+    name: ClassVar[str] = "torch"
     batch_invariant: ClassVar[bool] = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -108,6 +109,7 @@ class Kernels:
 class TiledKernels(Kernels):
     """Bit-equal for a row in whatever company; see the module's text."""
 
+    name = "tiled"
     batch_invariant = True
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -18,6 +18,8 @@ from hocket.layers.rotary import Rotation
 class TritonKernels(Kernels):
     """PyTorch's matrix products, Triton between them."""
 
+    name = "triton"
+
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype == torch.float32:
             return super().logits(x, weight)

@@ -5,6 +5,7 @@ Knows no model: it walks over modules and matrices.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -44,19 +45,42 @@ def backends_for(
 ) -> Backends:
     """By the name of an attention backend, which may ask for the model's `config`; deterministic: with kernels for
     which the batch does not matter."""
-    kernels = TiledKernels() if deterministic else fastest_kernels(device)
-    return Backends(kernels=kernels, attention=attention_backend(attention, config, dtype, device))
+    attending = attention_backend(attention, config, dtype, device)
+    return Backends(kernels=kernels_for(deterministic, device), attention=attending)
+
+
+def kernels_for(deterministic: bool, device: torch.device) -> Kernels:
+    """deterministic: those for which the batch does not matter; else the fastest on `device`."""
+    return TiledKernels() if deterministic else fastest_kernels(device)
+
+
+KERNELS = ("torch", "triton")
+"""Those that "auto" chooses from."""
+
+
+def kernels_unavailable_reason(name: str, device: torch.device) -> str | None:
+    """Why the kernels `name` are not taken on `device`; None: they can be. Raises ImportError where they cannot be
+    imported."""
+    if name != "triton":
+        return None
+    if envs.KERNELS.get_one_of("auto", "torch") == "torch":
+        return f"{envs.KERNELS.name} is torch"
+    if device.type != "cuda":
+        return "they run on NVIDIA GPUs only"
+    importlib.import_module("hocket.layers.triton_kernels")
+    return None
 
 
 def fastest_kernels(device: torch.device) -> Kernels:
     """Triton's on a GPU, if it is installed and HOCKET_KERNELS does not say otherwise; else PyTorch's own."""
-    if envs.KERNELS.get_one_of("auto", "torch") == "torch" or device.type != "cuda":
-        return PLAIN
     try:
-        from hocket.layers.triton_kernels import TritonKernels
+        if kernels_unavailable_reason("triton", device) is not None:
+            return PLAIN
     except ImportError as error:
         logger.warning("kernels are not fused: %s", error)
         return PLAIN
+    from hocket.layers.triton_kernels import TritonKernels
+
     return TritonKernels()
 
 

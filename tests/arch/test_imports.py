@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 # Higher layers may import lower ones, never the other way round. A module belongs to the longest matching prefix.
 LAYERS = [
     ("hocket.cli",),
+    ("hocket.doctor",),
     ("hocket.bench",),
     ("hocket.llm",),
     ("hocket.client", "hocket.rank"),
@@ -58,6 +59,7 @@ TORCH_FREE = [
     "hocket.tokenizer",
     "hocket.cli",
     "hocket.bench",
+    "hocket.doctor",
     "hocket.dist",
     "hocket.ubatch",
     "hocket.overlap",
@@ -71,6 +73,11 @@ WITH_TORCH = [
     "hocket.dist.mesh",
     "hocket.dist.world",
     "hocket.dist.collectives",
+    "hocket.doctor.backends",
+    "hocket.doctor.choice",
+    "hocket.doctor.links",
+    "hocket.doctor.peers",
+    "hocket.doctor.survey",
     "hocket.overlap.views",
     "hocket.overlap.executor",
     "hocket.overlap.thread_state",

@@ -1,0 +1,70 @@
+"""Processes that this one starts on its host and must not leave behind. Knows nothing of what they do; torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+_MAX_SOCKET_FOLDER = 70
+_KILLED_S = 10.0
+"""A process that a driver holds in the kernel does not end when it is killed: nobody should wait for it for ever."""
+
+
+def private_folder() -> str:
+    """A folder that only this user reaches (mode 0700), with a path short enough for sockets in it."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="hocket-", dir=base if len(base) < _MAX_SOCKET_FOLDER else "/tmp")
+
+
+def rank_environment() -> dict[str, str]:
+    """This process's, and what makes ranks import the same code, also from a checkout that is not installed.
+
+    OpenMP's threads must not spin while they wait: where cores are shared, decodes were 25 to 50 times slower.
+    """
+    env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    root = str(Path(__file__).resolve().parents[2])
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return env
+
+
+def how_ended(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    return f"killed by signal {-exit_code}: {signal.strsignal(-exit_code)}"
+
+
+def end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End every process at once and collect it."""
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_S)
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def end_with_parent(folder: str | None) -> None:
+    """In the started process: the parent holds the other end of standard input. When that is gone, end, at whatever
+    point this process is, and remove the `folder` that the parent left."""
+    threading.Thread(target=_wait_for_parent, args=(folder,), name="parent-watch", daemon=True).start()
+
+
+def _wait_for_parent(folder: str | None) -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(4)

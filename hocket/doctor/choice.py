@@ -1,0 +1,93 @@
+"""What a configuration would come to: chosen backends, weights, room for the KV cache. Loads no weights.
+
+A rank's model is built as a rank does it, but of fake tensors, which have shapes and a device and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import HashStore
+
+from hocket.attention.registry import chosen_name
+from hocket.cache.storage import bytes_per_block
+from hocket.config.engine import EngineConfig
+from hocket.dist.collectives import Group
+from hocket.dist.mesh import Mesh
+from hocket.errors import CapacityError, CheckpointError
+from hocket.layers.kernels import Kernels
+from hocket.models.accounting import match
+from hocket.models.backends import Backends, kernels_for
+from hocket.models.base import CausalLM
+from hocket.models.checkpoint import Checkpoint
+from hocket.models.registry import build_model
+from hocket.moe.factory import MoEFactory
+from hocket.moe.placement import ExpertPlacement
+from hocket.worker.memory import available_bytes, num_cache_blocks
+
+
+def choice(config: EngineConfig, gpu_free_bytes: int | None) -> dict[str, Any]:
+    """{attention, experts, kernels, weights_bytes, free_bytes, cache_blocks, cache_bytes, problems} of rank 0, which
+    has the most experts.
+
+    gpu_free_bytes: of the fullest GPU; None: on a CPU, whose memory the ranks of this host share. The cache gets the
+    engine's share of what weights leave; a GPU's rank takes off its largest step as well, which only running it tells.
+    problems: why it would not start, as far as shapes and the headers of the checkpoint's files tell.
+
+    Raises:
+        HocketError: the model cannot be built.
+    """
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    kernels = kernels_for(config.deterministic, device)
+    attention = chosen_name(config.attention_backend, config.model, dtype, device)
+    experts, model = _built(config, kernels)
+    weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    num_local = config.parallel.data_parallel_size if gpu_free_bytes is None else 1
+    free_bytes = available_bytes(torch.device("cpu")) if gpu_free_bytes is None else gpu_free_bytes
+    block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
+    problems, blocks = [], 0
+    try:
+        left = free_bytes - weights_bytes * num_local
+        if left <= 0:
+            each = free_bytes // num_local
+            raise CapacityError(f"a rank's weights need {weights_bytes:,} bytes, and {each:,} are free for each rank")
+        blocks = num_cache_blocks(config, block_bytes, left, num_local)
+    except CapacityError as error:
+        problems.append(str(error))
+    try:
+        _check_files(config, model)
+    except CheckpointError as error:
+        problems.append(str(error))
+    return {
+        "attention": attention,
+        "experts": experts,
+        "kernels": kernels.name,
+        "weights_bytes": weights_bytes,
+        "free_bytes": free_bytes // num_local,
+        "cache_blocks": blocks,
+        "cache_bytes": blocks * block_bytes,
+        "problems": problems,
+    }
+
+
+def _check_files(config: EngineConfig, model: CausalLM) -> None:
+    """Raise CheckpointError where the headers of its files tell that loading would fail."""
+    if config.load_format != "dummy":
+        with Checkpoint(config.model_path) as checkpoint:
+            match(list(model.weight_specs()), checkpoint, config.model)
+
+
+def _built(config: EngineConfig, kernels: Kernels) -> tuple[str, CausalLM]:
+    """The experts backend that the engine takes, and rank 0's model, which cannot attend: compiling would take long."""
+    num_ranks, device = config.parallel.expert_parallel_size, torch.device(config.device)
+    group = Group(HashStore(), 0, num_ranks) if num_ranks > 1 else None  # nothing is sent through it
+    mesh = Mesh(rank=0, world_size=num_ranks, device=device, ep_group=group)
+    strategy = config.parallel.expert_placement_strategy
+    placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, strategy)
+    backends, dtype = Backends(kernels=kernels), getattr(torch, config.dtype)
+    with FakeTensorMode():
+        factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        model = build_model(config.model, factory, device, dtype, backends)
+    return ", ".join(experts.name for experts in factory.experts_classes), model
