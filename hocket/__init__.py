@@ -1,7 +1,7 @@
 """Hocket: inference for mixture-of-experts models with data-parallel attention and expert-parallel experts.
 
 Import direction (tested): cli, bench → llm, rank → client, engine → worker → overlap → models → moe, attention, layers
-→ ubatch → dist. Leaves: errors, envs, config, request, outputs. Nothing torch is imported until a rank needs it.
+→ quant, ubatch → dist. Leaves: errors, envs, config, request, outputs. Nothing torch is imported until a rank needs it.
 """
 
 from __future__ import annotations

@@ -22,12 +22,9 @@ class GatedMLP(nn.Module):
         kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.kernels = kernels
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, device=device, dtype=dtype, kernels=kernels)
         self.down = Linear(intermediate_size, hidden_size, device=device, dtype=dtype, kernels=kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden_size] → [T, hidden_size]."""
-        kernels = self.kernels
-        gate, up = kernels.linear(x, self.gate_up.weight).chunk(2, dim=-1)
-        return kernels.linear(kernels.silu(gate) * up, self.down.weight)
+        return self.down.gated(self.gate_up(x))

@@ -18,6 +18,7 @@ from hocket.models.accounting import Read, match
 from hocket.models.base import CausalLM
 from hocket.models.checkpoint import Checkpoint
 from hocket.models.weights import WeightSpec
+from hocket.quant import fp8
 
 logger = logging.getLogger(__name__)
 FP8_BLOCK = (128, 128)
@@ -39,7 +40,8 @@ def load_weights(
     """Fill every weight of `model` from the safetensors files in `directory`, converted to the model's dtypes.
 
     Experts of other ranks are not read. `on_progress(done, total)` counts tensors and is called at most some hundred
-    times. Block-scaled fp8 weights are expanded, with a warning in the log.
+    times. Block-scaled fp8 weights are read as they are where the model holds them so, else expanded, with a warning in
+    the log if the model holds none in fp8.
 
     Raises:
         CheckpointError: anything missing, left over, in two places, misshapen or unreadable, in one line.
@@ -48,9 +50,11 @@ def load_weights(
     specs = list(model.weight_specs())
     with Checkpoint(directory) as checkpoint:
         reads = match(specs, checkpoint, model.config)
-        num_scaled = sum(read.scale is not None for read in reads)
-        if num_scaled:
-            logger.warning("%d fp8 tensors are expanded to %s: no fp8 kernels here", num_scaled, model.dtype)
+        num_expanded = sum(read.scale is not None and read.scale_target is None for read in reads)
+        if num_expanded:
+            level = logging.INFO if model.fp8_reason is None else logging.WARNING
+            why = model.fp8_reason or "their widths or their use do not allow fp8"
+            logger.log(level, "%d fp8 tensors are expanded to %s: %s", num_expanded, model.dtype, why)
         every = -(-len(reads) // PROGRESS_STEPS)
         for done, read in enumerate(reads, start=1):
             _fill(read, checkpoint, model.config)
@@ -62,7 +66,9 @@ def load_weights(
 
 def _fill(read: Read, checkpoint: Checkpoint, config: ModelConfig) -> None:
     value = checkpoint.read(read.name, read.expert, read.rows)
-    if read.scale is not None:
+    if read.scale is not None and read.scale_target is not None:
+        read.scale_target.copy_(checkpoint.read(read.scale, read.expert, read.scale_rows))
+    elif read.scale is not None:
         scale = checkpoint.read(read.scale, read.expert)
         block = config.quantization.block if config.quantization else FP8_BLOCK
         first_row = read.rows[0] if read.rows else 0
@@ -97,6 +103,7 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> LoadReport:
     """Random weights: each tensor depends on its published name and `seed` alone, so ranks and EP sizes agree.
 
     Matrices have standard deviation 1 / sqrt(columns), norms are 1, biases small. (CPU and GPU draw differently.)
+    What is held in fp8 is drawn alike and then quantised.
     """
     started = time.perf_counter()
     generators: dict[torch.device, torch.Generator] = {}
@@ -108,7 +115,11 @@ def dummy_weights(model: CausalLM, seed: int = 0) -> LoadReport:
         generator = generators.setdefault(device, torch.Generator(device))
         digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=7).digest()
         generator.manual_seed(int.from_bytes(digest, "big"))
-        spec.target.copy_(_draw(spec, generator))
+        value = _draw(spec, generator)
+        if spec.scale is not None:
+            value, scale = fp8.quantize_blocks(value)
+            spec.scale.copy_(scale)
+        spec.target.copy_(value)
         count += 1
     return LoadReport(num_tensors=count, bytes_read=0, seconds=time.perf_counter() - started)
 

@@ -23,6 +23,7 @@ LAYERS = [
     ("hocket.attention", "hocket.moe"),
     ("hocket.cache.storage",),
     ("hocket.layers",),
+    ("hocket.quant",),
     ("hocket.ubatch",),
     (
         "hocket.overlap.vote",
