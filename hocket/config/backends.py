@@ -6,17 +6,28 @@ batch, where the batch is cut or how a prompt was chunked. True says so for ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hocket.errors import BackendUnavailable
 
 ATTENTION = {"sdpa": False, "tiled": True}
-EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True}
+EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True, "triton_grouped": False, "deep_gemm": False}
+GPU_EXPERTS = ("triton_grouped", "deep_gemm")
+"""Those that run on NVIDIA GPUs only."""
+CPU_EXPERTS = tuple(name for name in EXPERTS if name not in GPU_EXPERTS)
 TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
 EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
 """Those between ranks that share experts."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
+
+
+def check_device(kind: str, name: str, device: str, gpu_only: Collection[str], backends: Collection[str]) -> str:
+    """`name`, unless it needs a GPU and the device is "cpu". Raises BackendUnavailable then, with those that do not."""
+    if device == "cpu" and name in gpu_only:
+        others = [other for other in backends if other not in gpu_only]
+        raise BackendUnavailable(kind, name, "it runs on NVIDIA GPUs only, and the device is cpu", others)
+    return name
 
 
 def check_invariant(kind: str, name: str, backends: Mapping[str, bool]) -> str:

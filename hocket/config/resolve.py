@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hocket.config.backends import ATTENTION, EXPERTS, TRANSPORTS, check_invariant
+from hocket.config.backends import ATTENTION, EXPERTS, GPU_EXPERTS, TRANSPORTS, check_device, check_invariant
 from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
@@ -37,13 +37,14 @@ def resolve(options: Options) -> EngineConfig:
     Raises:
         ConfigError: options contradict each other or the model; the message names field, value and what is allowed.
         CheckpointError: the model's folder or its config.json cannot be read.
+        BackendUnavailable: a backend that cannot run on the device, or is not batch-invariant where that is asked for.
     """
     folder = model_folder(options.model)
     model = ModelConfig.from_pretrained(folder)
     _refuse_unsupported(options)
     device = _device(options)
     parallel = _parallel(options, model.moe.top_k)
-    attention, experts = _backends(options, model, parallel.all2all_backend)
+    attention, experts = _backends(options, model, parallel.all2all_backend, device)
     return EngineConfig(
         model_path=str(folder),
         model=model,
@@ -114,9 +115,10 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _backends(options: Options, model: ModelConfig, transport: str) -> tuple[str, str]:
+def _backends(options: Options, model: ModelConfig, transport: str, device: str) -> tuple[str, str]:
     """Names of the attention and experts backends; the latter stays "auto" where only a rank can choose."""
     attention, experts = options.attention_backend, options.moe_backend
+    check_device("experts backend", experts, device, GPU_EXPERTS, EXPERTS)
     if not options.deterministic:
         return ("sdpa" if attention == "auto" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each

@@ -38,7 +38,7 @@ class MoEFactory:
         self.rank = mesh.ep_rank
         self.transport = build_transport(transport, placement, rank=self.rank, group=mesh.ep_group, device=mesh.device)
         self._experts_backend = experts_backend
-        self._experts_classes: dict[tuple[int, int, torch.dtype], type[Experts]] = {}
+        self._experts_classes: dict[tuple[int, int, torch.dtype, str], type[Experts]] = {}
         self._has_fp8 = False
 
     def build(
@@ -58,11 +58,12 @@ class MoEFactory:
         """
         if config.num_experts != self.placement.num_experts:
             raise ConfigError("num_experts", config.num_experts, f"{self.placement.num_experts} (as placed)")
-        experts = self._experts_class(hidden_size, config.intermediate_size, dtype)(
+        experts = self._experts_class(hidden_size, config.intermediate_size, dtype, device)(
             len(self.placement.experts_of(self.rank)),
             hidden_size,
             config.intermediate_size,
             hidden_act=hidden_act,
+            num_experts=config.num_experts,
             device=device,
             dtype=dtype,
         )
@@ -74,8 +75,7 @@ class MoEFactory:
         if self._experts_backend not in FP8_BACKENDS:
             return None
         self._has_fp8 = True
-        num_experts, hidden_size, width = experts.w2.shape
-        return Fp8Experts(num_experts, hidden_size, width, device=experts.w2.device, dtype=dtype)
+        return Fp8Experts(*experts.w2.shape, num_experts=experts.num_experts, device=experts.w2.device, dtype=dtype)
 
     @property
     def experts_backends(self) -> str:
@@ -84,9 +84,11 @@ class MoEFactory:
             return Fp8Experts.name
         return ", ".join(sorted({backend.name for backend in self._experts_classes.values()}))
 
-    def _experts_class(self, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> type[Experts]:
+    def _experts_class(
+        self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device
+    ) -> type[Experts]:
         """Chosen once per shape, so that a stand-in is reported once and not for each layer."""
-        key = hidden_size, intermediate_size, dtype
+        key = hidden_size, intermediate_size, dtype, device.type
         if key not in self._experts_classes:
             self._experts_classes[key] = suitable_class(self._experts_backend, *key)
         return self._experts_classes[key]

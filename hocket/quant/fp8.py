@@ -119,7 +119,15 @@ def product(x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor) -> Tensor:
     """Quantised rows · weightᵀ → bf16 [T, N], by DeepGEMM."""
     import deep_gemm
 
+    limit_sms(None)
     out = x[0].new_empty(x[0].shape[0], weight.shape[0], dtype=torch.bfloat16)
     if x[0].shape[0]:
         deep_gemm.fp8_gemm_nt(x, (weight, scales), out)
     return out
+
+
+def limit_sms(num_sms: int | None) -> None:
+    """How many multiprocessors DeepGEMM may take, None for all: kept for the whole process until the next call."""
+    import deep_gemm
+
+    deep_gemm.set_num_sms(num_sms or torch.cuda.get_device_properties().multi_processor_count)

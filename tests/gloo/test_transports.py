@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from ranks import RankEnv, RankPool, RanksFailed
 from torch import Tensor, nn
 
+from hocket.config.backends import CPU_EXPERTS
 from hocket.config.moe import MoEConfig
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
 from hocket.errors import CapacityError, HocketError, RankLost, StepDesync
 from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
-from hocket.moe.experts.registry import EXPERTS, experts_class
+from hocket.moe.experts.registry import experts_class
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import STRATEGIES, ExpertPlacement
@@ -118,7 +119,7 @@ def check_case(env: RankEnv, case: Case) -> None:
     assert expected.isfinite().all()
     for name in TRANSPORTS:
         transport = make_transport(env, case, name)
-        for backend in EXPERTS:
+        for backend in CPU_EXPERTS:
             experts = make_experts(case, backend, case.placement.experts_of(env.rank))
             sent = prepared(transport, x, ids, weights, case.layout(env.rank))
             out = finalized(transport, experts(sent.x, sent.local_ids, sent.weights), sent.handle)
@@ -314,7 +315,7 @@ def check_layer(env: RankEnv, transport: str, backend: str) -> list[int]:
     return [int(v) for v in load]
 
 
-@pytest.mark.parametrize("backend", EXPERTS)
+@pytest.mark.parametrize("backend", CPU_EXPERTS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_layer_on_three_ranks(pool: RankPool, transport: str, backend: str) -> None:
     pool.run(check_layer, transport, backend, num_ranks=3)

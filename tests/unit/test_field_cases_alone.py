@@ -17,12 +17,13 @@ from in_process import engine_of, group_of, in_process_llm
 from more_checkpoints import Tensors, edited, fp8_pair
 from overlapped import OFF_FORCED, Mode
 
+from hocket.config.backends import CPU_EXPERTS
 from hocket.config.engine import OverlapConfig
 from hocket.config.model import ModelConfig
 from hocket.errors import BackendUnavailable, CapacityError, CheckpointError, ConfigError, HocketError, StepDesync
 from hocket.models.loader import load_weights
 from hocket.moe.base import TokenLayout
-from hocket.moe.experts.registry import EXPERTS, experts_class, suitable_class
+from hocket.moe.experts.registry import experts_class, suitable_class
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.local import LocalTransport
@@ -60,7 +61,7 @@ def test_r009_padding_full_of_nan(checkpoints: Checkpoints, model: str) -> None:
     assert found == hf_reference(path).greedy(prompt, 3)
 
 
-@pytest.mark.parametrize("backend", EXPERTS)
+@pytest.mark.parametrize("backend", CPU_EXPERTS)
 def test_r012_ids_without_expert_and_ids_out_of_range(backend: str) -> None:
     """Rows of −1 are dropped, other ids out of range raise, nothing wraps around."""
     placement = ExpertPlacement(4, 1)
@@ -85,7 +86,7 @@ def test_r012_ids_without_expert_and_ids_out_of_range(backend: str) -> None:
             experts(x, torch.tensor([[0, wrong], [1, 2], [3, 1]]), weights)
 
 
-@pytest.mark.parametrize("backend", EXPERTS)
+@pytest.mark.parametrize("backend", CPU_EXPERTS)
 @pytest.mark.parametrize("num_local", [0, 3])
 def test_r013_all_experts_elsewhere(backend: str, num_local: int) -> None:
     """A rank none of whose experts is wanted reads nothing and gives zeros, whatever its rows hold."""

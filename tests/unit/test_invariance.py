@@ -14,7 +14,7 @@ import torch
 from checkpoints import CONFIGS, hf_reference, make
 from torch import Tensor
 
-from hocket.config.backends import ATTENTION, EXPERTS
+from hocket.config.backends import ATTENTION, CPU_EXPERTS, EXPERTS
 from hocket.models.backends import Backends, backends_for
 from hocket.models.base import CausalLM
 from hocket.moe.experts.registry import experts_class
@@ -124,7 +124,7 @@ def test_kernels_matter(name: str, checkpoints: Path) -> None:
     assert sum(num_unlike(model, prompts).values()) > 0
 
 
-@pytest.mark.parametrize("experts_backend", EXPERTS)
+@pytest.mark.parametrize("experts_backend", CPU_EXPERTS)
 def test_which_experts_are_invariant(experts_backend: str, threads: int) -> None:
     """Every row alone, against batches of all sizes with other rows, dropped slots among them."""
     num_rows, num_experts, top_k = 200, 8, 4

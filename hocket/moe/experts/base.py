@@ -18,7 +18,7 @@ from hocket.errors import ConfigError
 class Experts(nn.Module, ABC):
     """E gated MLPs, w2 · (silu(gate) * up). `w13` [E, 2I, D] holds the gate's rows before up's; `w2` is [E, D, I].
 
-    dtype: of rows. E may be 0: a rank without experts still takes part.
+    E may be 0: a rank without experts still takes part. num_experts: of all ranks, E where it is None. dtype: of rows.
     """
 
     name: ClassVar[str]
@@ -30,6 +30,7 @@ class Experts(nn.Module, ABC):
         intermediate_size: int,
         *,
         hidden_act: str = "silu",
+        num_experts: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -38,6 +39,7 @@ class Experts(nn.Module, ABC):
             raise ConfigError("hidden_act", hidden_act, "silu")
         self.num_local_experts = num_local_experts
         self.dtype = dtype or torch.get_default_dtype()
+        self.num_experts = num_local_experts if num_experts is None else num_experts
         w13 = torch.empty(num_local_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
         w2 = torch.empty(num_local_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
         self.w13 = nn.Parameter(w13, requires_grad=False)
@@ -47,6 +49,11 @@ class Experts(nn.Module, ABC):
     def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
         """Why this backend cannot run these widths in this dtype, or None where it can."""
         return None
+
+    def rows_per_expert(self, local_ids: Tensor) -> float:
+        """How many rows of local_ids [T, K] each local expert gets on average, were all experts as popular: the shape
+        alone says it, and backends choose block sizes by it."""
+        return local_ids.numel() / max(1, self.num_experts)
 
     @abstractmethod
     def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class GroupedMMExperts(Experts):
         """
         num_experts = self.num_local_experts
         flat = local_ids.flatten()
-        expert, pairs = torch.where(flat < 0, num_experts, flat).sort(stable=True)
+        expert, pairs = flat.masked_fill(flat < 0, num_experts).sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(num_experts, device=flat.device), right=True, out_int32=True)
         if is_on_host(flat):
             return pairs[: int(ends[-1])], ends, None

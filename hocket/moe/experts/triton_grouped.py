@@ -1,0 +1,111 @@
+"""Experts as two persistent Triton GEMMs over tiles of rows sorted by expert. NVIDIA GPUs; the host waits for nothing.
+
+Shapes: N rows, D hidden, I intermediate, E local experts, K top-k, P places.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hocket.moe.base import check_ids
+from hocket.moe.experts import permute
+from hocket.moe.experts.base import Experts
+from hocket.moe.experts.tile_config import GemmConfig, TileConfig, tile_config
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TritonGroupedExperts(Experts):
+    """Good at few rows per expert, where reading the weights is all the time there is.
+
+    num_sms: how many multiprocessors the GEMMs may take, None for all. A row's slots are summed in their order.
+    """
+
+    name = "triton_grouped"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_sms: int | None = None
+
+    @classmethod
+    def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
+        return None if dtype in DTYPES else f"triton_grouped does not take {dtype}"
+
+    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        check_ids(local_ids, self.num_local_experts, "local expert ids")
+        if local_ids.numel() == 0 or self.num_local_experts == 0:
+            return x.new_zeros(x.shape)
+        config = tile_config(self.rows_per_expert(local_ids), x.element_size())
+        return grouped_mlp(x, local_ids, weights, self.w13, self.w2, config, self.num_sms)
+
+
+def grouped_mlp(
+    x: Tensor,
+    local_ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    config: TileConfig,
+    num_sms: int | None = None,
+) -> Tensor:
+    """`Experts.forward` for weights w13 [E, 2 I, D] and w2 [E, D, I] with the given block sizes; N and E at least 1."""
+    from hocket.moe.experts.kernels import grouped_gemm as kernels
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_experts, hidden_size, inter = w2.shape
+    tiles = permute.tiles_of(local_ids, num_experts, config.block_m)
+    sms = num_sms or _num_sms(x.device)
+    hidden = x.new_empty(tiles.num_places, inter)
+    kernels.gate_up[_grid(config.gate_up, tiles, inter, sms)](
+        x,
+        w13,
+        hidden,
+        tiles.slot_of_place,
+        tiles.expert_of_tile,
+        tiles.rows_of_tile,
+        tiles.num_tiles,
+        x.stride(0),
+        TOP_K=local_ids.shape[1],
+        D=hidden_size,
+        INTER=inter,
+        ALIGN=permute.row_alignment(x),
+        **_blocks(config.block_m, config.gate_up),
+    )
+    out = x.new_empty(tiles.num_places, hidden_size)
+    kernels.down[_grid(config.down, tiles, hidden_size, sms)](
+        hidden,
+        w2,
+        out,
+        tiles.expert_of_tile,
+        tiles.rows_of_tile,
+        tiles.num_tiles,
+        D=hidden_size,
+        INTER=inter,
+        **_blocks(config.block_m, config.down),
+    )
+    return permute.gather_sum(out, tiles, weights)
+
+
+def _grid(config: GemmConfig, tiles: permute.Tiles, columns: int, num_sms: int) -> tuple[int]:
+    """Programs: no more than there can be blocks."""
+    return (min(num_sms * config.programs_per_sm, tiles.max_tiles * -(-columns // config.block_n)),)
+
+
+def _blocks(block_m: int, config: GemmConfig) -> dict[str, int]:
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP": config.group,
+        "STAGES": config.num_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
