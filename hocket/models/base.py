@@ -19,6 +19,7 @@ from hocket.attention.base import AttentionMetadata, Sliceable, sliced
 from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.config.model import ModelConfig
+from hocket.envs import FP8
 from hocket.layers.linear import frozen
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
@@ -125,8 +126,11 @@ class CausalLM(nn.Module, ABC):
         """Why a checkpoint in fp8 is expanded, None where it is not."""
         if self.backends.kernels.batch_invariant:
             return "fp8 kernels are not batch-invariant"
-        quantization = self.config.quantization
-        return fp8.unsupported_reason(device, self.dtype, quantization.block) if quantization else None
+        if FP8.get_int(0) == 0:
+            return f"{FP8.name} is 0"
+        if self.config.quantization is None:
+            return "config.json has no quantization_config"
+        return fp8.unsupported_reason(device, self.dtype, self.config.quantization.block)
 
     def _build_layer(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> DecoderLayer:
         mlp = self._build_mlp(layer_idx, moe, device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hocket.config.model import ModelConfig
 from hocket.layers.linear import Fp8Linear, Linear
+from hocket.models.backends import backends_for
 from hocket.models.base import CausalLM
 from hocket.models.loader import dummy_weights, load_weights
 from hocket.models.registry import build_model
@@ -171,9 +172,8 @@ def test_a_rank_reads_its_own_experts(is_stacked: bool, tmp_path: Path, fp8_runs
         assert everything - report.bytes_read == 4 * per_expert
 
 
-def test_another_backend_or_determinism_expands(tmp_path: Path, fp8_runs: None) -> None:
-    from hocket.models.backends import backends_for
-
+def test_what_else_expands(tmp_path: Path, fp8_runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another experts backend, batch invariance, and being told so."""
     path = write(tmp_path / "a")
     config = ModelConfig.from_pretrained(path)
     model = build_model(config, paged.one_rank_factory(config, "reference"), paged.CPU, torch.float32)
@@ -182,6 +182,8 @@ def test_another_backend_or_determinism_expands(tmp_path: Path, fp8_runs: None) 
     factory = paged.one_rank_factory(config, "tiled")
     model = build_model(config, factory, paged.CPU, torch.float32, backends_for("tiled", True))
     assert kinds(model)["layers.1.attention.o"] is Linear
+    monkeypatch.setenv("HOCKET_FP8", "0")
+    assert kinds(held(path))["layers.1.attention.o"] is Linear
 
 
 def test_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
