@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 # A plain path entry: otherwise a folder named hocket beside a script would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo test test-full lint fmt type bench clean
+.PHONY: help demo test test-full test-triton lint fmt type bench clean
 
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -42,6 +42,9 @@ test: $(DEV_STAMP) ## run the tests (quick selection)
 
 test-full: $(DEV_STAMP) ## run everything, the whole grid included (hours)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout 20000
+
+test-triton: $(DEV_STAMP) ## run the Triton kernels' tests in Triton's interpreter (needs triton)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interpreted
 
 lint: $(DEV_STAMP) ## ruff: style and imports
 	$(BIN)/ruff check .

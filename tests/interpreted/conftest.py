@@ -1,11 +1,8 @@
-"""Triton kernels on the CPU, by Triton's interpreter: nothing is collected where Triton is missing.
-
-Run as `TRITON_INTERPRET=1 pytest tests/interpreted` in an environment with triton and numpy; slow, so shapes are tiny.
-(A folder named triton would be imported for the package.)
-"""
+"""Triton kernels on a CPU, in Triton's interpreter: collected only where Triton is installed and was asked to interpret
+(`make test-triton`), since that holds for the whole process."""
 
 import importlib.util
 import os
 
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hocket.config.backends import CPU_EXPERTS
+from hocket.config.backends import CPU_EXPERTS, GPU_EXPERTS
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
@@ -160,3 +163,41 @@ def test_auto_falls_back_to_the_reference_where_torch_lacks_grouped_mm(
 def test_resolving_leaves_the_choice_to_the_ranks() -> None:
     assert resolve(Options(model="tiny")).moe_backend == "auto"
     assert resolve(Options(model="tiny", moe_backend="grouped_mm")).moe_backend == "grouped_mm"
+
+
+@pytest.mark.parametrize("name", GPU_EXPERTS)
+def test_what_needs_a_gpu_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(BackendUnavailable) as caught:
+        resolve(Options(model="tiny", moe_backend=name, device="cpu"))
+    works = "available here: reference, grouped_mm, tiled"
+    assert str(caught.value).endswith(f"it runs on NVIDIA GPUs only, and the device is cpu; {works}")
+
+
+@pytest.mark.parametrize(("name", "module"), [("triton_grouped", "triton"), ("deep_gemm", "deep_gemm")])
+def test_what_is_not_installed_is_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendUnavailable, match=f"{name}.*it needs .*{module}.*available here: reference, grouped_mm"):
+        experts_class(name)
+
+
+def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first of the order; where it is not installed or cannot, the next one, and why."""
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    assert suitable_class("auto", 24, 16, torch.bfloat16, "cuda").name == "triton_grouped"
+    assert not caplog.messages
+    assert suitable_class("auto", 24, 16, torch.float64, "cuda").name == "reference"
+    assert [m.partition(":")[0] for m in caplog.messages] == [
+        "experts backend triton_grouped replaced by reference",
+        "experts backend grouped_mm replaced by reference",
+    ]
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert suitable_class("auto", 24, 16, torch.bfloat16, "cuda").name == "grouped_mm"
+
+
+def test_rows_per_expert_are_those_of_all_ranks() -> None:
+    """With experts on four ranks a rank gets a quarter of the slots of all tokens that reach it."""
+    ids = torch.zeros(16, 4, dtype=torch.int64)
+    kind = experts_class("reference")
+    assert kind(2, HIDDEN, INTER).rows_per_expert(ids) == 32
+    assert kind(2, HIDDEN, INTER, num_experts=8).rows_per_expert(ids) == 8

@@ -63,8 +63,7 @@ class AllGatherReduceScatterTransport(Transport):
         def result() -> Dispatched:
             if padded and is_on_host(received):
                 check_numbers(number, torch.split(rows.numbers(received), padded))
-            all_x, all_ids, all_weights = rows.unpack(received)
-            return Dispatched(all_x, self._local_id_of[all_ids], all_weights, GatherHandle(num_rows, padded))
+            return Dispatched(*rows.unpack_local(received, self._local_id_of), handle=GatherHandle(num_rows, padded))
 
         return Transfer(
             send=lambda: collectives.all_gather(received, sent, self._group),

@@ -38,6 +38,12 @@ class RowFormat:
 
     def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int, number: int = 0) -> Tensor:
         """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes]; rows past N are zeros with ids of -1."""
+        if x.is_cuda:
+            from hocket.moe.transport import pack_kernels
+
+            rows = torch.empty(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
+            pack_kernels.pack(self._views(rows), x, ids, weights, number, DROPPED)
+            return rows
         rows = torch.zeros(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
         row_x, row_ids, row_weights = self._views(rows)
         count = x.shape[0]
@@ -58,6 +64,15 @@ class RowFormat:
         """uint8 [N, row_bytes] → (x [N, D], ids int64 [N, K], weights fp32 [N, K]); x and weights are views."""
         x, ids, weights = self._views(rows)
         return x, ids[:, :-1].long(), weights
+
+    def unpack_local(self, rows: Tensor, local_id_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Like `unpack`, with local_id_of int64 [E + 1] of each id; its last entry is that of -1."""
+        x, ids, weights = self._views(rows)
+        if rows.is_cuda:
+            from hocket.moe.transport import pack_kernels
+
+            return x, pack_kernels.local_ids(ids[:, :-1], local_id_of), weights
+        return x, local_id_of[ids[:, :-1].long()], weights
 
     def numbers(self, rows: Tensor) -> Tensor:
         """uint8 [N, row_bytes] → int32 [N]: the number each row was packed with."""

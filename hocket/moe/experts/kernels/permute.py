@@ -49,9 +49,10 @@ def place_slots(
     """Places of all slots, expert by expert and in the order of the slots, from what `count_slots` counted.
 
     EXPERT_ROWS > 0: expert e's places begin at e · EXPERT_ROWS. 0: each expert begins at a multiple of TILE_ROWS, as
-    soon as there is one, and the table of tiles is written: the expert (-1 past the last tile; ENTRIES times each), the
-    number of rows, and how many tiles there are. Writes place_of_slot int32 [S] (-1: of no local expert),
-    slot_of_place int32 [P] (only places that are taken) and rows_of_expert int32 [E].
+    soon as there is one. Then the table of tiles is written: the expert (-1 past the last tile; ENTRIES times each),
+    the number of rows, how many tiles there are; and slot_of_place int32 [P], only for places that are taken.
+
+    Always writes place_of_slot int32 [S] (-1: of no local expert) and rows_of_expert int32 [E].
     """
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -90,7 +91,8 @@ def place_slots(
     rank = tl.sum(((mine[:, None] == mine[None, :]) & is_earlier).to(tl.int32), 1)
     place = tl.gather(begin + before, tl.where(is_local, mine, 0), 0) + rank
     tl.store(place_of_slot + slots, tl.where(is_local, place, -1), mask=slots < num_slots)
-    tl.store(slot_of_place + place, slots, mask=is_local)
+    if EXPERT_ROWS == 0:
+        tl.store(slot_of_place + place, slots, mask=is_local)
 
 
 @triton.jit

@@ -1,0 +1,122 @@
+"""Triton kernels that write and read rows of bytes (`rows.py`) on a GPU, one launch each. Know no layout: they are
+given the views of its parts.
+
+Shapes: N rows, M rows written, D hidden, K top-k, E experts of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_COLUMNS = 1024
+BLOCK_SLOTS = 256
+
+
+def pack(
+    parts: tuple[Tensor, Tensor, Tensor], x: Tensor, ids: Tensor, weights: Tensor, number: int, dropped: int
+) -> None:
+    """Fill the parts (x [M, D], ids and number int32 [M, K + 1], weights fp32 [M, K]) of M rows from x [N, D],
+    ids [N, K] and weights [N, K], N ≤ M: the rows past N get zeros and ids of `dropped`."""
+    row_x, row_ids, row_weights = parts
+    num_rows, width = row_x.shape
+    grid = num_rows, max(1, -(-width // BLOCK_COLUMNS))
+    if num_rows:
+        top_k = weights.shape[1]
+        _pack[grid](
+            *_with_strides(row_x, row_ids, row_weights, x, ids, weights),
+            x.shape[0],
+            number,
+            DROPPED=dropped,
+            D=width,
+            TOP_K=top_k,
+            SLOTS=1 << top_k.bit_length(),
+            ALIGN=math.gcd(row_x.stride(0), x.stride(0), 16),
+            BLOCK=BLOCK_COLUMNS,
+        )
+
+
+def local_ids(ids: Tensor, local_id_of: Tensor) -> Tensor:
+    """ids int32 [N, K] (rows may be strided) → int64 [N, K]: local_id_of int64 [E + 1] of each, its last for any id
+    that is not in [0, E)."""
+    num_rows, top_k = ids.shape
+    out = torch.empty(num_rows, top_k, device=ids.device, dtype=torch.int64)
+    if out.numel():
+        grid = (-(-out.numel() // BLOCK_SLOTS),)
+        _local_ids[grid](ids, *ids.stride(), local_id_of, out, out.numel(), top_k, len(local_id_of) - 1, BLOCK_SLOTS)
+    return out
+
+
+def _with_strides(*tensors: Tensor) -> list[Tensor | int]:
+    listed: list[Tensor | int] = []
+    for tensor in tensors:
+        listed += [tensor, *tensor.stride()]
+    return listed
+
+
+@triton.jit(do_not_specialize=["number"])
+def _pack(
+    row_x,
+    row_x_stride,
+    row_x_step,
+    row_ids,
+    row_ids_stride,
+    row_ids_step,
+    row_weights,
+    row_weights_stride,
+    row_weights_step,
+    x,
+    x_stride,
+    x_step,
+    ids,
+    ids_stride,
+    ids_step,
+    weights,
+    weights_stride,
+    weights_step,
+    num_rows,
+    number,
+    DROPPED: tl.constexpr,
+    D: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: a block of columns of one row; the first of a row also writes ids, number and weights."""
+    row = tl.program_id(0).to(tl.int64)
+    is_real = row < num_rows
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + tl.multiple_of(row * x_stride, ALIGN) + cols * x_step, mask=is_real & (cols < D), other=0.0)
+    tl.store(row_x + tl.multiple_of(row * row_x_stride, ALIGN) + cols * row_x_step, values, mask=cols < D)
+    if tl.program_id(1) == 0:
+        slots = tl.arange(0, SLOTS)
+        is_slot = slots < TOP_K
+        chosen = tl.load(ids + row * ids_stride + slots * ids_step, mask=is_real & is_slot, other=DROPPED)
+        chosen = tl.where(is_slot, chosen.to(tl.int32), number)
+        tl.store(row_ids + row * row_ids_stride + slots * row_ids_step, chosen, mask=slots <= TOP_K)
+        scale = tl.load(weights + row * weights_stride + slots * weights_step, mask=is_real & is_slot, other=0.0)
+        tl.store(row_weights + row * row_weights_stride + slots * row_weights_step, scale, mask=is_slot)
+
+
+@triton.jit
+def _local_ids(
+    ids,
+    ids_stride,
+    ids_step,
+    local_id_of,
+    out,
+    num_slots,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_slot = slots < num_slots
+    expert = tl.load(ids + (slots // TOP_K).to(tl.int64) * ids_stride + slots % TOP_K * ids_step, mask=is_slot)
+    expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+    tl.store(out + slots, tl.load(local_id_of + expert, mask=is_slot), mask=is_slot)
