@@ -36,7 +36,7 @@ def span(file: int, first: int, stop: int) -> Span:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("piece_bytes", [10, 400, 1 << 20])
 def test_whole_and_in_pieces(piece_bytes: int, dtype: torch.dtype, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(filling, "CACHED_BYTES", piece_bytes)
     target = torch.full((3, 20, 15), float("nan"), dtype=dtype)
     Filler(CPU).fill(target[1:], span(file, 250, 850))
     assert torch.equal(target[1:], NUMBERS[250:850].view(2, 20, 15).to(dtype))
