@@ -19,8 +19,10 @@ from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
 from hocket.scheduler.batch import Batch
 from hocket.scheduler.scheduler import Scheduler
+from hocket.worker.graphs import TimeLimit, unlimited
+from hocket.worker.in_flight import InFlight, StepResult
 from hocket.worker.laps import Laps
-from hocket.worker.runner import OnProgress, Runner, StepResult
+from hocket.worker.runner import OnProgress, Runner
 from hocket.worker.stats import StepRecord, StepStats
 from hocket.worker.step_log import StepLog
 
@@ -40,11 +42,18 @@ class Engine:
     `step()` is called by all ranks the same number of times, also by those without requests.
     """
 
-    def __init__(self, config: EngineConfig, mesh: Mesh, exchange: StepExchange, on_progress: OnProgress) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        mesh: Mesh,
+        exchange: StepExchange,
+        on_progress: OnProgress,
+        time_limit: TimeLimit = unlimited,
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.exchange = exchange
-        self.runner = Runner(config, mesh, on_progress)
+        self.runner = Runner(config, mesh, on_progress, time_limit)
         limits = config.scheduler
         self.scheduler = Scheduler(
             max_num_seqs=limits.max_num_seqs,
@@ -65,12 +74,13 @@ class Engine:
         self._lock_step = mesh.ep_size > 1
         self._held: list[TokenOutput] = []
         self._held_batch: Batch | None = None
+        self._running: InFlight | None = None  # launched, and not waited for yet
         self._failed_here = 0  # where this rank's last step failed, as the exchange carries it
         self._failure: StepFailure | None = None
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or self._running is not None
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """Queue requests. Raises CapacityError for one that can never fit."""
@@ -91,7 +101,8 @@ class Engine:
         """One step, together with all ranks. Returns what this rank's requests gained in the step before.
 
         A rank learns only in the next exchange whether a step failed on another one, so in lock-step outputs are held
-        back until then; where one failed, its requests end on all ranks (`take_failure`).
+        back until then; where one failed, its requests end on all ranks (`take_failure`). On a GPU the step before may
+        still run until this one is launched.
 
         Raises:
             RankLost, StepDesync, BatonTimeout: another rank is late, gone or out of step, or a ubatch is stuck.
@@ -104,6 +115,7 @@ class Engine:
             step=self._step,
             digest=self._digest,
             num_unfinished=int(self.scheduler.has_unfinished),
+            graph_mode=int(bool(self.runner.graph_sizes)),
             refusal=self._refusal(batch),
             failure=self._failed_here,
             wish=self._wish(batch),
@@ -111,44 +123,56 @@ class Engine:
         laps.end("schedule")
         table = self.exchange.exchange(column)
         laps.end_exchange(table)
-        plan = vote.decide(table, self.config.overlap)
+        plan = vote.decide(table, self.config.overlap, self.config.graphs.sizes)
         self._step += 1
         self._peers_decode = plan.any_decodes
         if plan.failed is not None:
             self._drop(batch, plan.failed)
             self._account(StepRecord(plan, batch.phase))
             return [], plan
+        record = StepRecord(plan, batch.phase, us=laps.us)
+        before, self._running = self._running, None
+        if not plan.is_idle:
+            self._running = self._launch(batch, plan, before, record, laps)
         ready, self._held, self._held_batch = self._held, [], None
-        if plan.is_idle:
-            self._account(StepRecord(plan, batch.phase))
-        elif self._lock_step:
-            self._held, self._held_batch = self._execute(batch, plan, laps), batch
-        else:
-            ready = self._execute(batch, plan, laps)
+        if before is not None:
+            ready += self._finish(before, laps)
+        if self._running is not None and not self._running.can_wait:
+            running, self._running = self._running, None
+            outputs = self._finish(running, laps)
+            if self._lock_step:
+                self._held, self._held_batch = outputs, batch
+            else:
+                ready += outputs
+        self._account(record)
         return ready, plan
 
-    def _execute(self, batch: Batch, plan: StepPlan, laps: Laps) -> list[TokenOutput]:
-        """Run the model on this rank's batch as `plan` says; what its requests gained, nothing where it failed here."""
-        ubatches = self.runner.prepare(batch, plan)
+    def _launch(
+        self, batch: Batch, plan: StepPlan, before: InFlight | None, record: StepRecord, laps: Laps
+    ) -> InFlight | None:
+        """Run the model on this rank's batch as `plan` says, or begin to; None where it failed here."""
+        ubatches = self.runner.prepare(batch, plan, before)
         laps.end("prepare")
-        record = StepRecord(
-            plan, batch.phase, tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches), laps.us
+        record.ubatches = tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches) or (
+            (batch.num_tokens, plan.graph_tokens),
         )
-        outputs: list[TokenOutput] = []
         try:
-            logits, prompt_logits = self.runner.forward(ubatches, batch, plan)
+            launched = self.runner.launch(ubatches, batch, plan, before)
         except UBatchFailed as error:
             self._fail_here(batch, plan, error)
             record.has_failed = True
-        else:
-            laps.end("forward")
-            result = self.runner.sample(batch, logits, prompt_logits)
-            laps.end("sample")
-            outputs = self._commit(batch, result)
-            self._ended_at = laps.end("commit")
+            launched = None
+        laps.end("forward")
         record.comm_us, record.exposed_us = self.runner.executor.comm_ns / 1e3, self.runner.executor.exposed_ns / 1e3
         record.comm_bytes = self.runner.executor.comm_bytes
-        self._account(record)
+        return launched
+
+    def _finish(self, step: InFlight, laps: Laps) -> list[TokenOutput]:
+        """Wait for a launched step; what this rank's requests gained in it."""
+        result = self.runner.finish(step)
+        laps.end("sample")
+        outputs = self._commit(step.batch, result)
+        self._ended_at = laps.end("commit")
         return outputs
 
     def _account(self, record: StepRecord) -> None:
@@ -178,6 +202,8 @@ class Engine:
     def _drop(self, batch: Batch, failed: tuple[int, FailedStage]) -> None:
         """The step before failed somewhere: what is held of it is worthless, and `batch`, built on it, must wait."""
         held, self._held, self._held_batch = self._held_batch, [], None
+        if self._running is not None:
+            held, self._running = self._running.batch, None
         if held is not None and not self._failed_here:
             self._end_failed(held, f"the step before failed on rank {failed[0]}, {failed[1]}", is_cause=False)
             self.stats.failed += 1

@@ -27,6 +27,13 @@ class Variable:
             raise ConfigError(self.name, value, f"a whole number, at least {least}")
         return int(value)
 
+    def get_one_of(self, *allowed: str) -> str:
+        """The value; ConfigError where it is none of `allowed`."""
+        value = self.get()
+        if value not in allowed:
+            raise ConfigError(self.name, value, ", ".join(allowed))
+        return value
+
 
 LOG_LEVEL = Variable(
     name="HOCKET_LOG_LEVEL", default="WARNING", meaning="what front and ranks log to standard error: DEBUG to ERROR"
@@ -38,6 +45,11 @@ FORCE_SPLIT = Variable(
 )
 FP8 = Variable(
     name="HOCKET_FP8", default="1", meaning="0: checkpoints in fp8 are expanded although fp8 runs here (to compare)"
+)
+KERNELS = Variable(
+    name="HOCKET_KERNELS",
+    default="auto",
+    meaning="auto: fused Triton kernels on a GPU; torch: PyTorch's own, one operation at a time",
 )
 
 

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -35,7 +37,7 @@ from hocket.channel.messages import (
 from hocket.channel.rank import RankChannel
 from hocket.config.engine import EngineConfig
 from hocket.dist.record import RESTS
-from hocket.dist.watchdog import Watchdog
+from hocket.dist.watchdog import Watchdog, time_limit
 from hocket.dist.world import Place, World
 from hocket.engine import Engine
 from hocket.envs import set_up_logging
@@ -148,16 +150,32 @@ class RankProcess:
             expert_parallel=self.lock_step,
             device=device,
             step_timeout_s=config.step_timeout_s,
+            max_ctas=config.parallel.max_nccl_ctas,
         )
         exchange = self.world.exchange(
             lock_step=self.lock_step, timeout_s=config.step_timeout_s, connect_timeout_s=config.startup_timeout_s
         )
         with torch.inference_mode():
-            self.engine = Engine(config, mesh, exchange, self._progress)
+            self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
         self._watchdog = Watchdog(self.world.record, config.step_timeout_s, self._end_stuck)
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)
         self.channel.send(Ready(rank=self.rank, info=info))
+
+    def _limit(self, config: EngineConfig, what: str) -> AbstractContextManager[None]:
+        """Ends this rank, with a message, if what is done inside takes longer than a graph's capture may."""
+        limit_s = config.graphs.capture_timeout_s
+
+        def end() -> None:
+            try:
+                message = f"{what} took more than {limit_s:g} s: raise --capture-timeout, or run with --enforce-eager"
+                stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
+                failed = Failed(rank=self.rank, kind=BatonTimeout.__name__, message=message, details="".join(stack))
+                self.channel.send_from_other_thread(failed)
+            finally:
+                os._exit(1)
+
+        return time_limit(limit_s, end)
 
     def _end_stuck(self) -> None:
         """On the watchdog's thread: the step does not get on. Say where it is and end, for nothing else will."""

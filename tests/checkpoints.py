@@ -74,6 +74,21 @@ _QWEN: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
 }
+_PUBLISHED_HEADS: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 16,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
+"""Widths that kernels for GPUs are made for."""
+_PUBLISHED_MLA: dict[str, Any] = {
+    **_PUBLISHED_HEADS,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 def _yarn(**values: float) -> dict[str, Any]:
@@ -99,6 +114,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-yarn": {**_QWEN, **_yarn(), "attention_bias": True},
     "qwen3-dense-layer": {**_QWEN, "mlp_only_layers": [2], "num_experts": 7},
 }
+GPU_CONFIGS: dict[str, dict[str, Any]] = {
+    "v2-heads": {**_V2, **_PUBLISHED_MLA, **_yarn(mscale=0.707, mscale_all_dim=0.707)},
+    "v3-heads": {**_V3, **_PUBLISHED_MLA},
+    "qwen3-heads": {**_QWEN, **_PUBLISHED_HEADS, "head_dim": 128},
+}
+"""Models that the fast kernels take."""
 
 
 def make(name: str, root: Path, layout: str = "published", dtype: torch.dtype = torch.float32) -> Path:
@@ -125,7 +146,7 @@ def _random_model(name: str) -> Any:
 
     disable_progress_bar()
     torch.manual_seed(sum(map(ord, name)))
-    values = dict(CONFIGS[name])
+    values = dict((CONFIGS | GPU_CONFIGS)[name])
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:

@@ -136,10 +136,10 @@ def weigh_with_correction_bias(engine: Engine) -> None:
     router = moe_of(engine).router
     choose = router.forward
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        _, ids = choose(x)
+    def forward(x: Tensor, is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, ids = choose(x, is_padding)
         scores = F.linear(x.to(router.weight.dtype), router.weight).float().sigmoid() + router.e_score_correction_bias
-        weights = scores.gather(-1, ids)
+        weights = scores.gather(-1, ids.clamp(min=0))
         return weights / weights.sum(-1, keepdim=True) * router.config.routed_scaling_factor, ids
 
     router.forward = forward  # type: ignore[method-assign]

@@ -87,6 +87,7 @@ class PagedRun:
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=self.device),
             seq_lens=torch.tensor(lens, dtype=torch.int32, device=self.device),
             block_table=table.to(self.device),
+            block_table_cpu=table,
             slot_mapping=torch.tensor(slots + [-1] * num_padding, dtype=torch.int64, device=self.device),
             query_start_loc_cpu=tuple(starts),
             seq_lens_cpu=tuple(lens),

@@ -22,6 +22,8 @@ class AttentionBackend(ABC, Generic[P]):
     """Both kinds of attention over a paged cache."""
 
     name: ClassVar[str]
+    captures: ClassVar[bool] = False
+    """Whether `decode_plan` and `update` exist, so that decode can be captured in a CUDA graph."""
 
     @abstractmethod
     def plan(self, meta: AttentionMetadata, num_rows: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
@@ -29,6 +31,22 @@ class AttentionBackend(ABC, Generic[P]):
 
         dtype: of the queries. slot_bytes: what a layer's cache holds of one token.
         """
+
+    def decode_plan(self, num_rows: int, max_seq_len: int, block_size: int, dtype: torch.dtype, slot_bytes: int) -> P:
+        """A plan for `num_rows` requests of one new token and at most `max_seq_len` in all, on addresses that stay.
+
+        Attention with it launches the same kernels whatever the requests, and touches nothing on the host. Run it once
+        before it is captured: kernels are loaded then. To be filled by `update` before that, and before each replay.
+        """
+        raise AssertionError(f"{self.name} cannot be captured")
+
+    def update(self, plan: P, meta: AttentionMetadata) -> None:
+        """Make a `decode_plan` that of these requests: the host plans, copies to the device are queued.
+
+        Reads only the *_cpu fields of `meta`, and slot_mapping, which may lie on the host and has a slot for every row;
+        padding is requests of one token with a block of their own. The current stream must be the one of the replay.
+        """
+        raise AssertionError(f"{self.name} cannot be captured")
 
     @abstractmethod
     def grouped_query(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:

@@ -52,12 +52,14 @@ class AttentionMetadata(Sliceable):
     seq_lens: int32 [R], tokens of each request's context, this step's included.
     block_table: int32 [R, B], cache blocks of each request; entries past its last block are never read.
     slot_mapping: int64 [T], where each row's key and value go (block × block_size + offset); −1: nowhere.
-    *_cpu: the same as Python integers. max_*: largest over requests. num_tokens: rows that are not padding.
+    block_table_cpu: the same on the host. Other *_cpu: the same as Python integers. max_*: largest over requests.
+    num_tokens: rows that are not padding.
     """
 
     query_start_loc: Tensor = sliced("rebuilt")
     seq_lens: Tensor = sliced("requests")
     block_table: Tensor = sliced("requests")
+    block_table_cpu: Tensor = sliced("requests")
     slot_mapping: Tensor = sliced("tokens")
     query_start_loc_cpu: tuple[int, ...] = sliced("rebuilt")
     seq_lens_cpu: tuple[int, ...] = sliced("requests")

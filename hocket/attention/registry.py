@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from hocket.attention.base import AttentionMetadata
 from hocket.attention.mla import paged_mla
 from hocket.attention.plan import AttentionPlan, plan_attention
 from hocket.attention.sdpa import paged_attention
-from hocket.config.backends import ATTENTION
+from hocket.config.backends import ATTENTION, CPU_ATTENTION
+from hocket.config.model import ModelConfig
 from hocket.errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
 class SdpaAttention(AttentionBackend[AttentionPlan]):
@@ -37,12 +42,44 @@ class SdpaAttention(AttentionBackend[AttentionPlan]):
         return paged_mla(query, latent, kv_b, cache, plan, scale)
 
 
-def attention_backend(name: str) -> AttentionBackend[Any]:
-    """The backend `name`; BackendUnavailable lists the known names."""
+def attention_backend(
+    name: str, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> AttentionBackend[Any]:
+    """The backend `name`, for a model of `config` in `dtype`; "auto": flashinfer, else sdpa with a warning that says
+    why.
+
+    Raises:
+        BackendUnavailable: there is no such backend, or it cannot run such a model here; says why.
+    """
     if name == "sdpa":
         return SdpaAttention()
     if name == "tiled":
         from hocket.attention.tiled import TiledAttention
 
         return TiledAttention()
-    raise BackendUnavailable("attention backend", name, "there is no such backend", ATTENTION)
+    if name not in ("auto", "flashinfer"):
+        raise BackendUnavailable("attention backend", name, "there is no such backend", ATTENTION)
+    assert config is not None
+    found = _flashinfer(config, dtype, device)
+    if not isinstance(found, str):
+        return found
+    if name == "flashinfer":
+        raise BackendUnavailable("attention backend", name, found, CPU_ATTENTION)
+    logger.warning("attention runs with sdpa, which is slow: flashinfer cannot be used: %s", found)
+    return SdpaAttention()
+
+
+def _flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any] | str:
+    """FlashInfer's kernels, compiled; else why they cannot be used."""
+    from hocket.attention.flashinfer import FlashInferAttention
+    from hocket.attention.flashinfer_library import HeadShapes, compile_kernels, unusable
+
+    heads = HeadShapes.of(config)
+    why = unusable(heads, dtype, device)
+    if why is not None:
+        return why
+    try:
+        compile_kernels(heads, dtype, device)
+    except (RuntimeError, OSError) as error:
+        return f"its kernels cannot be compiled: {error}"
+    return FlashInferAttention(heads, device)

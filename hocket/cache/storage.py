@@ -42,10 +42,14 @@ def block_size_of(cache: Tensor) -> int:
     return cache.shape[2] if cache.dim() == 5 else cache.shape[1]
 
 
+def num_blocks_of(cache: Tensor) -> int:
+    """Blocks of a layer's cache."""
+    return cache.shape[1] if cache.dim() == 5 else cache.shape[0]
+
+
 def slot_bytes_of(cache: Tensor) -> int:
     """Bytes that a layer's cache holds of one token."""
-    slots = cache.shape[1] * cache.shape[2] if cache.dim() == 5 else cache.shape[0] * cache.shape[1]
-    return cache.nbytes // slots
+    return cache.nbytes // (num_blocks_of(cache) * block_size_of(cache))
 
 
 def write_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 
 from hocket.errors import BackendUnavailable
 
-ATTENTION = {"sdpa": False, "tiled": True}
+ATTENTION = {"sdpa": False, "tiled": True, "flashinfer": False}
+GPU_ATTENTION = ("flashinfer",)
+CPU_ATTENTION = tuple(name for name in ATTENTION if name not in GPU_ATTENTION)
 EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True, "triton_grouped": False, "deep_gemm": False}
 GPU_EXPERTS = ("triton_grouped", "deep_gemm")
 """Those that run on NVIDIA GPUs only."""

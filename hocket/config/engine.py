@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hocket.config.graphs import GraphConfig
 from hocket.config.model import ModelConfig
 
 
@@ -27,6 +28,7 @@ class ParallelConfig:
     all2all_backend: str
     expert_placement_strategy: str
     emulated_link: EmulatedLink | None = None
+    max_nccl_ctas: int | None = None
 
     @property
     def expert_parallel_size(self) -> int:
@@ -76,7 +78,7 @@ class OverlapConfig:
 class EngineConfig:
     """Everything a rank needs to run, equal on all ranks (its digest travels in the step exchange).
 
-    moe_backend may be "auto": only a rank, which has torch, can tell what runs there.
+    attention_backend and moe_backend may be "auto": only a rank, which has torch, can tell what runs there.
     """
 
     model_path: str
@@ -89,9 +91,11 @@ class EngineConfig:
     moe_backend: str
     deterministic: bool
     parallel: ParallelConfig
+    async_scheduling: bool
     scheduler: SchedulerConfig
     cache: CacheConfig
     overlap: OverlapConfig
+    graphs: GraphConfig
     startup_timeout_s: float
     step_timeout_s: float
 

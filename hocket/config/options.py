@@ -90,6 +90,13 @@ class Options:
     expert_placement_strategy: str = _option(
         "linear", help="which rank holds which experts", group="Parallel", choices=("linear", "round_robin")
     )
+    max_nccl_ctas: int | None = _option(
+        None,
+        help="most thread blocks of a GPU that NCCL may take to move tokens (default: NCCL decides)",
+        group="Parallel",
+        least=1,
+        most=64,
+    )
 
     enable_dbo: bool = _option(
         False,
@@ -161,6 +168,11 @@ class Options:
         least=1,
         most=MAX_TOKENS,
     )
+    async_scheduling: bool | None = _option(
+        None,
+        help="schedule a step while the one before still runs (default: on GPUs, where it keeps them busy)",
+        group="Scheduler",
+    )
 
     block_size: int = _option(16, help="tokens in a block of the KV cache", group="KV cache", least=1, most=1024)
     enable_prefix_caching: bool = _option(True, help="keep and re-use the KV of common prefixes", group="KV cache")
@@ -190,8 +202,23 @@ class Options:
         group="Backends",
     )
     enforce_eager: bool = _option(False, help="never capture CUDA graphs (on a CPU there are none)", group="Backends")
+    cudagraph_capture_sizes: str | None = _option(
+        None,
+        help="numbers of decoding requests to capture a CUDA graph for, as 1,2,4,8 (default: a rule up to 512)",
+        group="Backends",
+    )
+    max_cudagraph_capture_size: int | None = _option(
+        None, help="largest of these (default: --max-num-seqs, at most 512)", group="Backends", least=1, most=MAX_TOKENS
+    )
     startup_timeout: float = _option(
         120.0, help="seconds for all ranks to be ready", group="Limits", least=1, most=MAX_SECONDS
+    )
+    capture_timeout: float = _option(
+        60.0,
+        help="seconds that capturing one CUDA graph may take, compiling included",
+        group="Limits",
+        least=1,
+        most=MAX_SECONDS,
     )
     step_timeout: float = _option(
         30.0,

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hocket.config.backends import ATTENTION, EXPERTS, GPU_EXPERTS, TRANSPORTS, check_device, check_invariant
+from hocket.config.backends import (
+    ATTENTION,
+    EXPERTS,
+    GPU_ATTENTION,
+    GPU_EXPERTS,
+    TRANSPORTS,
+    check_device,
+    check_invariant,
+)
 from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
@@ -15,6 +23,7 @@ from hocket.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_sizes
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.envs import FORCE_SPLIT
@@ -44,6 +53,7 @@ def resolve(options: Options) -> EngineConfig:
     _refuse_unsupported(options)
     device = _device(options)
     parallel = _parallel(options, model.moe.top_k)
+    scheduler = _scheduler(options, model)
     attention, experts = _backends(options, model, parallel.all2all_backend, device)
     return EngineConfig(
         model_path=str(folder),
@@ -56,7 +66,8 @@ def resolve(options: Options) -> EngineConfig:
         moe_backend=experts,
         deterministic=options.deterministic,
         parallel=parallel,
-        scheduler=_scheduler(options, model),
+        async_scheduling=device != "cpu" if options.async_scheduling is None else options.async_scheduling,
+        scheduler=scheduler,
         cache=CacheConfig(
             block_size=options.block_size,
             enable_prefix_caching=options.enable_prefix_caching,
@@ -64,6 +75,7 @@ def resolve(options: Options) -> EngineConfig:
             memory_bytes=options.kv_cache_memory_bytes,
         ),
         overlap=_overlap(options),
+        graphs=_graphs(options, device, scheduler.max_num_seqs),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
     )
@@ -116,11 +128,12 @@ def _dtype(options: Options, model: ModelConfig, device: str) -> str:
 
 
 def _backends(options: Options, model: ModelConfig, transport: str, device: str) -> tuple[str, str]:
-    """Names of the attention and experts backends; the latter stays "auto" where only a rank can choose."""
+    """Names of the attention and experts backends; they stay "auto" where only a rank can choose."""
     attention, experts = options.attention_backend, options.moe_backend
+    check_device("attention backend", attention, device, GPU_ATTENTION, ATTENTION)
     check_device("experts backend", experts, device, GPU_EXPERTS, EXPERTS)
     if not options.deterministic:
-        return ("sdpa" if attention == "auto" else attention), experts
+        return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each
         raise ConfigError("deterministic", True, "false for a model of one attention head")
     check_invariant("all2all backend", transport, TRANSPORTS)
@@ -149,6 +162,7 @@ def _parallel(options: Options, top_k: int) -> ParallelConfig:
         all2all_backend=backend,
         expert_placement_strategy=options.expert_placement_strategy,
         emulated_link=_emulated_link(options, shared),
+        max_nccl_ctas=options.max_nccl_ctas,
     )
 
 
@@ -189,6 +203,17 @@ def _overlap(options: Options) -> OverlapConfig:
         cut=options.ubatch_cut,
         executor=executor,
     )
+
+
+def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
+    """Sizes as asked for, or by rule; none on a CPU."""
+    if options.cudagraph_capture_sizes is not None:
+        sizes = asked_sizes(options.cudagraph_capture_sizes, max_num_seqs)
+    else:
+        sizes = captured_sizes(min(options.max_cudagraph_capture_size or LARGEST, max_num_seqs))
+    if device == "cpu" or options.enforce_eager:
+        sizes = ()
+    return GraphConfig(sizes=sizes, capture_timeout_s=options.capture_timeout)
 
 
 def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:

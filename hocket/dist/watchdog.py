@@ -7,7 +7,8 @@ thread. That one sleeps, and counts its looks instead of reading a clock: a stop
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hocket.dist.record import COMPUTES, Record
 
@@ -44,3 +45,15 @@ class Watchdog:
         """Stop looking."""
         self._closed.set()
         self._thread.join()
+
+
+@contextmanager
+def time_limit(limit_s: float, on_late: Callable[[], None]) -> Iterator[None]:
+    """Call `on_late` on a thread of its own if what is done inside is not over after `limit_s` seconds."""
+    timer = threading.Timer(limit_s, on_late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

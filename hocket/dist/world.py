@@ -77,7 +77,7 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.store = self._open_store()
-        self._ep_groups: dict[tuple[str, float], dist.ProcessGroup] = {}
+        self._ep_groups: dict[tuple[str, float, int | None], dist.ProcessGroup] = {}
         self._num_exchanges = 0
         self.record = Record()
         if place.store_path is not None:
@@ -103,19 +103,21 @@ class World:
         # Under torchrun the agent's store outlives a restart of the workers: keep each attempt's keys apart.
         return PrefixStore(f"hocket/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def mesh(self, *, expert_parallel: bool, device: torch.device, step_timeout_s: float) -> Mesh:
+    def mesh(
+        self, *, expert_parallel: bool, device: torch.device, step_timeout_s: float, max_ctas: int | None = None
+    ) -> Mesh:
         """This rank's mesh; with `expert_parallel` it has a process group whose collectives fail after the step limit.
+
+        max_ctas: most thread blocks that a collective of that group may take on a GPU; None: as NCCL likes.
 
         All ranks must call it with the same arguments.
         """
         place = self.place
         group = None
         if expert_parallel and place.world_size > 1:
-            key = device.type, step_timeout_s
+            key = device.type, step_timeout_s, max_ctas
             if key not in self._ep_groups:
-                limit = datetime.timedelta(seconds=step_timeout_s)
-                backend = "nccl" if device.type == "cuda" else "gloo"
-                self._ep_groups[key] = dist.new_group(backend=backend, timeout=limit)
+                self._ep_groups[key] = _ep_group(device, step_timeout_s, max_ctas)
             group = self._ep_groups[key]
         return Mesh(
             rank=place.rank,
@@ -168,6 +170,17 @@ class World:
         """Leave the group; every collective must be over."""
         if self.place.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _ep_group(device: torch.device, timeout_s: float, max_ctas: int | None) -> dist.ProcessGroup:
+    """A new group of all ranks."""
+    timeout, options = datetime.timedelta(seconds=timeout_s), None
+    if device.type == "cuda" and max_ctas is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
+    return group
 
 
 class _LeaderGather:

@@ -4,7 +4,7 @@ Matrix libraries take another kernel for few rows, and vectorised functions anot
 tensor, each with other last bits. `TiledKernels` never calls them that way, so that a row's result depends on that row
 alone, for the price of rows that are only padding.
 
-Shapes: T rows, K input width, N output width, H heads.
+Shapes: T rows, K input width, N output width, H heads; of the fused operations see each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from hocket.config.moe import MoEConfig
+from hocket.layers import routing
+from hocket.layers.rotary import Rotation
 
 ROWS = 16
 """Products get a multiple of so many rows. Below 4 (one thread) or 12 (two) MKL sums in another order."""
@@ -46,6 +50,59 @@ class Kernels:
     def sigmoid(self, x: Tensor) -> Tensor:
         """1 / (1 + e⁻ˣ), element by element."""
         return x.sigmoid()
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, K] · weight [N, K]ᵀ → fp32 [T, N]."""
+        return self.linear(x, weight).float()
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2N] → [T, N]: silu of the first half times the second."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.silu(gate) * up
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [..., N] / sqrt(mean(x²) + eps) · weight [N], fp32 inside."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, residual [T, N] → (`rms_norm` of residual + x, residual + x)."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def latent_rows(
+        self, q: Tensor, compressed: Tensor, k_rot: Tensor, weight: Tensor, eps: float, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """What latent attention reads of the projections, contiguous: (query [T, H, N + P], latent [T, L + P]).
+
+        q [T, H, N + P], whose last P are rotated, may be overwritten; compressed [T, L] is normalised with weight [L];
+        k_rot [T, P] is rotated.
+        """
+        rotated = k_rot.shape[-1]
+        query = torch.cat((q[..., :-rotated], rotation.rotate(q[..., -rotated:])), dim=-1)
+        latent = torch.cat((self.rms_norm(compressed, weight, eps), rotation.rotate(k_rot[:, None])[:, 0]), dim=-1)
+        return query, latent
+
+    def normed_heads(
+        self, query: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """query [T, H, C], key [T, G, C] → the same, each head normalised (weights [C]) and then rotated."""
+        query, key = self.rms_norm(query, q_weight, eps), self.rms_norm(key, k_weight, eps)
+        return rotation.rotate(query), rotation.rotate(key)
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, config: MoEConfig, is_padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Top-k routing of x [T, D] with the gate `weight` [E, D] and the correction bias fp32 [E].
+
+        Logits are computed in the weight's dtype, all else in fp32. Returns (weights fp32 [T, K], expert ids int64
+        [T, K]), best expert first; ids of rows where is_padding [T] are DROPPED.
+        """
+        logits = self.linear(x.to(weight.dtype), weight).float()
+        scores = logits.softmax(dim=-1) if config.scoring == "softmax" else self.sigmoid(logits)
+        topk_weights, topk_ids = routing.choose(scores, bias, config)
+        if is_padding is not None:
+            topk_ids = topk_ids.masked_fill(is_padding[:, None], routing.DROPPED)
+        return topk_weights, topk_ids
 
 
 class TiledKernels(Kernels):

@@ -33,8 +33,7 @@ class Linear(nn.Module):
 
     def gated(self, gate_up: Tensor) -> Tensor:
         """The product of silu(gate) · up, gate_up [T, 2 · in_features] holding both → [T, out_features]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        out: Tensor = self(self.kernels.silu(gate) * up)
+        out: Tensor = self(self.kernels.silu_mul(gate_up))
         return out
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hocket.config.model import RopeConfig
+from hocket.config.model import ModelConfig, RopeConfig
 
 FIRST_TABLE_ROWS = 4096
 PIECE_ROWS = 128
@@ -28,6 +28,13 @@ def softmax_mscale(config: RopeConfig) -> float:
     if config.rope_type == "default" or not config.mscale_all_dim:
         return 1.0
     return yarn_mscale(config.factor, config.mscale_all_dim) ** 2
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """What a model's products of queries and keys are multiplied by: 1 / √width of a head, times YaRN's sharpening."""
+    if config.mla is None:
+        return math.pow(config.head_dim, -0.5)
+    return math.pow(config.mla.qk_head_dim, -0.5) * softmax_mscale(config.rope)
 
 
 def attention_factor(config: RopeConfig) -> float:
@@ -70,12 +77,21 @@ def _pair_of_turns(config: RopeConfig, turns: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """One step's angles: `turn` complex [T, 1, P / 2] for pairs of neighbours, else cos and signed sin [T, 1, P]."""
+    """One step's angles: `turn` complex [T, 1, P / 2] for pairs of neighbours, else cos and signed sin [T, 1, P].
 
+    angles: fp32 [T, P], cos of the P / 2 angles and then sin, whatever makes a pair.
+    """
+
+    angles: Tensor
     turn: Tensor | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     exact: bool = False
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether pairs are neighbours, else a component of the first half and one of the second."""
+        return self.turn is not None
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [T, heads, P] → rotated (fp32 inside), in the same dtype and order of components."""
@@ -136,7 +152,9 @@ class RotaryEmbedding(nn.Module):
         """Angles for int64 positions [T], none of which exceeds `max_position` (below 0: all are padding's 0)."""
         if max(max_position, 0) >= len(self._table):
             self.reserve(max(FIRST_TABLE_ROWS, 1 << max_position.bit_length()))
-        cos, sin = self._table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        angles = self._table.index_select(0, positions)
+        cos, sin = angles[:, None].chunk(2, dim=-1)
         if self.interleaved:
-            return Rotation(turn=torch.complex(cos, sin), exact=self._exact)
-        return Rotation(cos=torch.cat((cos, cos), dim=-1), sin=torch.cat((-sin, sin), dim=-1), exact=self._exact)
+            return Rotation(angles, turn=torch.complex(cos, sin), exact=self._exact)
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return Rotation(angles, cos=cos, sin=sin, exact=self._exact)

@@ -5,6 +5,7 @@ Knows no model: it walks over modules and matrices.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hocket import envs
 from hocket.attention.backend import AttentionBackend
 from hocket.attention.registry import SdpaAttention, attention_backend
+from hocket.config.model import ModelConfig
 from hocket.errors import BackendUnavailable
 from hocket.layers.kernels import MAX_ROWS, PLAIN, Kernels, TiledKernels, rows_are_alike
 from hocket.layers.linear import Linear
@@ -28,12 +31,33 @@ class Backends:
 
 
 DEFAULT = Backends()
+CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
 
-def backends_for(attention: str, deterministic: bool) -> Backends:
-    """By the name of an attention backend; deterministic: with kernels for which the batch does not matter."""
-    kernels = TiledKernels() if deterministic else PLAIN
-    return Backends(kernels=kernels, attention=attention_backend(attention))
+def backends_for(
+    attention: str,
+    deterministic: bool,
+    config: ModelConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> Backends:
+    """By the name of an attention backend, which may ask for the model's `config`; deterministic: with kernels for
+    which the batch does not matter."""
+    kernels = TiledKernels() if deterministic else fastest_kernels(device)
+    return Backends(kernels=kernels, attention=attention_backend(attention, config, dtype, device))
+
+
+def fastest_kernels(device: torch.device) -> Kernels:
+    """Triton's on a GPU, if it is installed and HOCKET_KERNELS does not say otherwise; else PyTorch's own."""
+    if envs.KERNELS.get_one_of("auto", "torch") == "torch" or device.type != "cuda":
+        return PLAIN
+    try:
+        from hocket.layers.triton_kernels import TritonKernels
+    except ImportError as error:
+        logger.warning("kernels are not fused: %s", error)
+        return PLAIN
+    return TritonKernels()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.config.model import ModelConfig
 from hocket.envs import FP8
+from hocket.layers.kernels import PLAIN, Kernels
 from hocket.layers.linear import frozen
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
@@ -62,7 +63,10 @@ class Attention(nn.Module, ABC):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse.
+
+    The last addition is left to the norm that comes next, which does both at once.
+    """
 
     def __init__(
         self,
@@ -71,20 +75,30 @@ class DecoderLayer(nn.Module):
         mlp: GatedMLP | MoELayer,
         device: torch.device,
         dtype: torch.dtype,
+        kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=kernels)
+        self.input_norm = norm()
         self.attention = attention
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.post_attention_norm = norm()
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, rotation: Rotation, plan: Plan, layout: TokenLayout, cache: Tensor) -> Tensor:
-        """hidden [T, D] → [T, D]."""
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        plan: Plan,
+        layout: TokenLayout,
+        cache: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, D] as two summands, x and the residual (None: there is x alone) → the same two."""
         spans.begin(Stage.QKV)
-        hidden = hidden + self.attention(self.input_norm(hidden), rotation, plan, cache)
-        x = self.post_attention_norm(hidden)
+        x, residual = self.input_norm.of_sum(x, residual)
+        x, residual = self.post_attention_norm.of_sum(self.attention(x, rotation, plan, cache), residual)
         out: Tensor = self.mlp(x, layout) if isinstance(self.mlp, MoELayer) else self.mlp(x)
-        return hidden + out
+        return out, residual
 
 
 class CausalLM(nn.Module, ABC):
@@ -111,7 +125,9 @@ class CausalLM(nn.Module, ABC):
         self.rotary = RotaryEmbedding(config.rope, device, exact=backends.kernels.batch_invariant)
         self.fp8_reason = self._fp8_reason(device)
         self.layers = nn.ModuleList(self._build_layer(i, moe, device) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=backends.kernels
+        )
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
@@ -134,7 +150,8 @@ class CausalLM(nn.Module, ABC):
 
     def _build_layer(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> DecoderLayer:
         mlp = self._build_mlp(layer_idx, moe, device)
-        layer = DecoderLayer(self.config, self.build_attention(device), mlp, device, self.dtype)
+        attention, kernels = self.build_attention(device), self.backends.kernels
+        layer = DecoderLayer(self.config, attention, mlp, device, self.dtype, kernels)
         quantization = self.config.quantization
         if quantization is not None and self.fp8_reason is None:
             specs = self._layer_specs(f"model.layers.{layer_idx}", layer)
@@ -160,25 +177,26 @@ class CausalLM(nn.Module, ABC):
             kernels=kernels,
         )
 
-    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+    def forward(self, inputs: UBatchInputs, kv_cache: list[Tensor], plan: Plan | None = None) -> Tensor:
         """Final normalised hidden states [T, D]; one KV cache per layer is read and written. T may be 0.
 
+        plan: the attention's, where it is made already (`AttentionBackend.decode_plan`), else made here.
         Rows of padding hold anything; no real row depends on them.
         """
-        hidden = F.embedding(inputs.token_ids, self.embed_tokens)
+        x, residual = F.embedding(inputs.token_ids, self.embed_tokens), None
         rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
-        first = kv_cache[0]
-        plan = self.backends.attention.plan(
-            inputs.attention, hidden.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
-        )
+        if plan is None:
+            first = kv_cache[0]
+            plan = self.backends.attention.plan(
+                inputs.attention, x.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
+            )
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            hidden = layer(hidden, rotation, plan, inputs.layout, cache)
-        out: Tensor = self.norm(hidden)
-        return out
+            x, residual = layer(x, residual, rotation, plan, inputs.layout, cache)
+        return self.norm.of_sum(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → fp32 [N, V]."""
-        return self.backends.kernels.linear(hidden, self.lm_head).float()
+        return self.backends.kernels.logits(hidden, self.lm_head)
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         """Every tensor of a published checkpoint of this model, this rank's and the others'."""

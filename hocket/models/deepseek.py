@@ -17,7 +17,7 @@ from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
-from hocket.layers.rotary import Rotation, softmax_mscale
+from hocket.layers.rotary import Rotation, softmax_scale
 from hocket.models.backends import Backends, Product
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
@@ -37,18 +37,19 @@ class LatentAttention(Attention):
         self.mla = mla
         self.num_heads = config.num_heads
         self.has_bias = config.attention_bias
-        self.scale = mla.qk_head_dim**-0.5 * softmax_mscale(config.rope)
+        self.scale = softmax_scale(config)
         self.backends = backends
         linear = partial(Linear, device=device, dtype=dtype, kernels=backends.kernels)
+        norm = partial(RMSNorm, eps=LATENT_NORM_EPS, device=device, dtype=dtype, kernels=backends.kernels)
         query_width = config.num_heads * mla.qk_head_dim
         self.q_a_width = mla.q_lora_rank or query_width
         self.qkv_a = linear(config.hidden_size, self.q_a_width + mla.latent_dim, bias=self.has_bias)
         self.q_a_norm: RMSNorm | None = None
         self.q_b: Linear | None = None
         if mla.q_lora_rank is not None:
-            self.q_a_norm = RMSNorm(mla.q_lora_rank, LATENT_NORM_EPS, device=device, dtype=dtype)
+            self.q_a_norm = norm(mla.q_lora_rank)
             self.q_b = linear(mla.q_lora_rank, query_width)
-        self.kv_a_norm = RMSNorm(mla.kv_lora_rank, LATENT_NORM_EPS, device=device, dtype=dtype)
+        self.kv_a_norm = norm(mla.kv_lora_rank)
         expanded = config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         self.kv_b = linear(mla.kv_lora_rank, expanded)
         self.o = linear(config.num_heads * mla.v_head_dim, config.hidden_size, bias=self.has_bias)
@@ -60,9 +61,8 @@ class LatentAttention(Attention):
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
         q = q.unflatten(-1, (self.num_heads, mla.qk_head_dim))
-        q_plain, q_rot = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=-1)
-        query = torch.cat((q_plain, rotation.rotate(q_rot)), dim=-1)
-        latent = torch.cat((self.kv_a_norm(compressed), rotation.rotate(k_rot[:, None])[:, 0]), dim=-1)
+        norm = self.kv_a_norm
+        query, latent = self.backends.kernels.latent_rows(q, compressed, k_rot, norm.weight, norm.eps, rotation)
         out: Tensor = self.o(self.backends.attention.latent(query, latent, self._kv_b, cache, plan, self.scale))
         return out
 

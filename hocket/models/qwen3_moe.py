@@ -16,7 +16,7 @@ from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 from hocket.layers.linear import Linear
 from hocket.layers.norm import RMSNorm
-from hocket.layers.rotary import Rotation
+from hocket.layers.rotary import Rotation, softmax_scale
 from hocket.models.backends import Backends
 from hocket.models.base import Attention, CausalLM
 from hocket.models.weights import WeightSpec, linear_specs, norm_spec
@@ -31,22 +31,22 @@ class NormedHeadsAttention(Attention):
             raise ConfigError("rotary dim", config.rope.dim, f"head_dim ({config.head_dim})")
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.has_bias = config.attention_bias
-        self.scale = config.head_dim**-0.5
-        self.attention = backends.attention
+        self.scale = softmax_scale(config)
+        self.backends = backends
         linear = partial(Linear, bias=self.has_bias, device=device, dtype=dtype, kernels=backends.kernels)
         heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = linear(config.hidden_size, heads * config.head_dim)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
+        norm = partial(RMSNorm, config.head_dim, config.rms_norm_eps, device=device, dtype=dtype)
+        self.q_norm, self.k_norm = norm(kernels=backends.kernels), norm(kernels=backends.kernels)
         self.o = linear(config.num_heads * config.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         query, key, value = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        query = rotation.rotate(self.q_norm(query))
-        key = rotation.rotate(self.k_norm(key))
-        out: Tensor = self.o(self.attention.grouped_query(query, key, value, cache, plan, self.scale))
+        weights = self.q_norm.weight, self.k_norm.weight
+        query, key = self.backends.kernels.normed_heads(query, key, *weights, self.q_norm.eps, rotation)
+        out: Tensor = self.o(self.backends.attention.grouped_query(query, key, value, cache, plan, self.scale))
         return out
 
     def weight_specs(self, prefix: str) -> Iterator[WeightSpec]:

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import HocketError
-
-DROPPED = -1
-"""The expert id of a slot that no expert computes: padding, or an expert of another rank."""
+from hocket.layers.routing import DROPPED as DROPPED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,11 +78,11 @@ class MoEFactory:
         return Fp8Experts(*experts.w2.shape, num_experts=experts.num_experts, device=experts.w2.device, dtype=dtype)
 
     @property
-    def experts_backends(self) -> str:
-        """Names of the backends that the layers built so far have."""
+    def experts_classes(self) -> list[type[Experts]]:
+        """The backends that the layers built so far have, by name."""
         if self._has_fp8:
-            return Fp8Experts.name
-        return ", ".join(sorted({backend.name for backend in self._experts_classes.values()}))
+            return [Fp8Experts]
+        return sorted(set(self._experts_classes.values()), key=lambda backend: backend.name)
 
     def _experts_class(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hocket.errors import OverlapError
-from hocket.moe.base import DROPPED, TokenLayout
+from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
 from hocket.moe.transport.base import Dispatched, Handle, Transport
@@ -38,9 +38,7 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """x [T, D], T = layout.num_padded → [T, D] in x.dtype; what padding rows hold reaches no other row."""
         ubatch.refuse_inside_operator()
-        topk_weights, topk_ids = self.router(x)
-        if layout.is_padding is not None:
-            topk_ids = topk_ids.masked_fill(layout.is_padding[:, None], DROPPED)
+        topk_weights, topk_ids = self.router(x, layout.is_padding)
         if self._load is not None:
             self._count(self._load, topk_ids)
         call = _Call(self, x, topk_ids, topk_weights, layout)

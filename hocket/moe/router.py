@@ -1,6 +1,6 @@
 """Chooses the experts of each token. Knows nothing of ranks, padding or what an expert computes.
 
-Shapes: T tokens, D hidden, E experts, K top-k, G groups.
+Shapes: T tokens, D hidden, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from hocket.layers.kernels import PLAIN, Kernels
 
 SCORINGS = ("softmax", "sigmoid")
 TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-NORM_EPS = 1e-20
 
 
 class Router(nn.Module):
@@ -46,33 +45,12 @@ class Router(nn.Module):
             bias = torch.zeros(config.num_experts, device=device, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, D] → (weights fp32 [T, K], expert ids int64 [T, K]), best expert first. Finite for finite x."""
-        logits = self.kernels.linear(x.to(self.weight.dtype), self.weight).float()
-        scores = logits.softmax(dim=-1) if self.config.scoring == "softmax" else self.kernels.sigmoid(logits)
-        choice = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
-        topk_ids = self._best_groups(choice).topk(self.config.top_k, dim=-1).indices
-        topk_weights = scores.gather(-1, topk_ids)
-        if self.config.norm_topk_prob:
-            topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + NORM_EPS)
-        return topk_weights * self.config.routed_scaling_factor, topk_ids
+    def forward(self, x: Tensor, is_padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [T, D] → (weights fp32 [T, K], expert ids int64 [T, K]), best expert first. Finite for finite x.
 
-    def _best_groups(self, choice: Tensor) -> Tensor:
-        """choice [T, E] with -inf for experts outside the token's best groups.
-
-        A group's score is its best expert's (DeepSeek-V2) or the sum of its two best (DeepSeek-V3).
+        is_padding bool [T]: rows whose experts are DROPPED.
         """
-        config = self.config
-        if config.topk_method == "greedy" or config.topk_groups == config.num_groups:
-            return choice
-        grouped = choice.view(choice.shape[0], config.num_groups, config.num_experts // config.num_groups)
-        if config.topk_method == "noaux_tc":
-            group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
-        else:
-            group_scores = grouped.amax(dim=-1)
-        best = group_scores.topk(config.topk_groups, dim=-1).indices
-        is_other = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
-        return grouped.masked_fill(is_other.unsqueeze(-1), float("-inf")).view(choice.shape)
+        return self.kernels.route(x, self.weight, self.e_score_correction_bias, self.config, is_padding)
 
 
 def _check(config: MoEConfig) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hocket.config.engine import OverlapConfig
+from hocket.config.graphs import fitting_size
 from hocket.errors import StepDesync
 from hocket.overlap.cost import Wish
 from hocket.overlap.failure import FailedStage
@@ -22,7 +23,7 @@ class Row(IntEnum):
     """Rows of the table; each rank fills one column of int32."""
 
     TOKENS = 0
-    GRAPH_MODE = 1
+    GRAPH_MODE = 1  # 1 if this rank's batch may run in a CUDA graph
     UNIFORM_QUERY = 2  # tokens per request if every request is a decode of this length, else 0
     MAX_QUERY = 3  # longest query; -1: no request
     MAY_SPLIT = 4  # 1, or minus a Reason: why this rank cannot
@@ -67,6 +68,26 @@ class Reason(IntEnum):
         return self.name.lower()
 
 
+class GraphReason(IntEnum):
+    """Why a step in which some rank worked ran in a CUDA graph or not. Of several the lowest that refuses is said.
+
+    disabled: no graphs were captured. eager_forced: a rank has no graphs, or its batch needs more than they hold.
+    no_graph_size: more requests than any graph holds.
+    """
+
+    GRAPH = 0
+    DISABLED = 1
+    NOT_UNIFORM = 2
+    NO_GRAPH_SIZE = 3
+    SPLIT = 4
+    EAGER_FORCED = 5
+
+    @property
+    def label(self) -> str:
+        """The name that counters and logs use."""
+        return self.name.lower()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """What all ranks do in this step. Token counts are per rank; `num_tokens_max` is what each counts when padded.
@@ -83,7 +104,8 @@ class StepPlan:
     num_tokens: tuple[int, ...]
     num_tokens_max: int
     num_requests_max: int
-    graph_mode: int
+    graph: GraphReason
+    graph_tokens: int  # of the captured graph that all ranks replay; 0: the step runs eagerly
     uniform_query: int
     skip_drafts: bool
     any_decodes: bool
@@ -109,6 +131,7 @@ def facts(
     step: int,
     digest: int,
     num_unfinished: int,
+    graph_mode: int = 0,
     refusal: Reason | None = None,
     failure: int = 0,
     wish: Wish | None = None,
@@ -121,6 +144,7 @@ def facts(
     column = [0] * NUM_ROWS
     requests = batch.requests
     column[Row.TOKENS] = batch.num_tokens
+    column[Row.GRAPH_MODE] = graph_mode
     column[Row.UNIFORM_QUERY] = batch.uniform_query
     column[Row.MAX_QUERY] = max((r.num_tokens for r in requests), default=-1)
     column[Row.MAY_SPLIT] = 1 if refusal is None or not requests else -int(refusal)
@@ -137,8 +161,8 @@ def facts(
     return column
 
 
-def decide(table: Table, policy: OverlapConfig) -> StepPlan:
-    """The plan every rank derives from the same `table` (one column per rank).
+def decide(table: Table, policy: OverlapConfig, graph_sizes: Sequence[int] = ()) -> StepPlan:
+    """The plan every rank derives from the same `table` (one column per rank). graph_sizes: as configured, ascending.
 
     Raises:
         StepDesync: ranks are at different steps or run different configurations; names the odd rank out.
@@ -154,6 +178,7 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
     failed = next(((rank, FailedStage.from_code(code)) for rank, code in codes if code), None)
     reason = Reason.STEP_DROPPED if failed else _reason(working, uniform_query, policy)
     split = reason is Reason.SPLIT
+    graph, graph_tokens = _graph(table, working, uniform_query, graph_sizes, split)
     return StepPlan(
         step=table[0][Row.STEP],
         reason=reason,
@@ -162,7 +187,8 @@ def decide(table: Table, policy: OverlapConfig) -> StepPlan:
         num_tokens=tokens,
         num_tokens_max=most,
         num_requests_max=max(column[Row.REQUESTS] for column in table),
-        graph_mode=min(column[Row.GRAPH_MODE] for column in table),
+        graph=graph,
+        graph_tokens=graph_tokens,
         uniform_query=uniform_query,
         skip_drafts=all(column[Row.SKIP_DRAFTS] for column in table),
         any_decodes=any(column[Row.UNIFORM_QUERY] > 0 for column in working),
@@ -183,6 +209,24 @@ def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) ->
     if not policy.force_split and any(column[Row.TOKENS] < threshold for column in working):
         refusals.append(Reason.BELOW_THRESHOLD)
     return min(refusals, default=Reason.SPLIT)
+
+
+def _graph(
+    table: Table, working: list[Column], uniform_query: int, sizes: Sequence[int], split: bool
+) -> tuple[GraphReason, int]:
+    """Whether all ranks replay a graph, and which: the smallest that the rank with most tokens fits into."""
+    if not sizes or not working:
+        return GraphReason.DISABLED, 0
+    if uniform_query != 1:
+        return GraphReason.NOT_UNIFORM, 0
+    size = fitting_size(sizes, max(column[Row.TOKENS] for column in working))
+    if size == 0:
+        return GraphReason.NO_GRAPH_SIZE, 0
+    if split:
+        return GraphReason.SPLIT, 0
+    if any(column[Row.GRAPH_MODE] == 0 for column in table):
+        return GraphReason.EAGER_FORCED, 0
+    return GraphReason.GRAPH, size
 
 
 def _bounds(working: list[Column], num_padded: int, unit: int, policy: OverlapConfig) -> tuple[int, ...]:

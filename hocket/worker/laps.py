@@ -22,9 +22,10 @@ class Laps:
         self.us = {"channel": 0.0 if ended_at is None else (self._at - ended_at) * 1e6}
 
     def end(self, part: str) -> float:
-        """`part` ends and the next one begins; returns when (time.perf_counter)."""
+        """`part` ends, for the first time in this step or again, and the next one begins; returns when
+        (time.perf_counter)."""
         now = time.perf_counter()
-        self.us[part] = (now - self._at) * 1e6
+        self.us[part] = self.us.get(part, 0.0) + (now - self._at) * 1e6
         self._at = now
         return now
 

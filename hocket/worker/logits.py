@@ -23,7 +23,7 @@ def process_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
     Order: allowed_token_ids; bad words, logit_bias and min_tokens; repetition, then frequency and presence penalties.
     """
-    rows = [i for i, request in enumerate(requests) if _is_processed(request)]
+    rows = [i for i, request in enumerate(requests) if is_processed(request)]
     if not rows:
         return logits
     logits = logits.clone()
@@ -35,7 +35,8 @@ def process_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits
 
 
-def _is_processed(request: Request) -> bool:
+def is_processed(request: Request) -> bool:
+    """Whether the request's parameters change its next token's logits."""
     params = request.params
     return bool(
         params.allowed_token_ids is not None

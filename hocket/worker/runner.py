@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.config.engine import EngineConfig
@@ -21,34 +21,27 @@ from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
-from hocket.outputs import TokenLogprobs
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
-from hocket.worker.inputs import build_inputs
+from hocket.worker.graphs import DecodeGraphs, TimeLimit
+from hocket.worker.in_flight import HostIds, InFlight, StepResult
+from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
 from hocket.worker.profile import step_bytes
-from hocket.worker.sampler import Sampler, prompt_logprobs
+from hocket.worker.prompt_logprobs import PromptLogprobs
+from hocket.worker.sampler import Sampler, needs_history
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
 
 
-@dataclass
-class StepResult:
-    """What executing a batch gave, aligned with `batch.requests`: None where the step did not end in a sample."""
-
-    token_ids: list[int | None]
-    logprobs: list[TokenLogprobs | None]
-    prompt_logprobs: dict[str, list[TokenLogprobs | None]]
-
-
 class Runner:
     """Builds the model and runs batches through it."""
 
-    def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress) -> None:
+    def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         self.config = config
         self.mesh = mesh
         if "OMP_NUM_THREADS" not in os.environ:
@@ -61,22 +54,56 @@ class Runner:
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
-        backends = backends_for(config.attention_backend, config.deterministic)
+        backends = backends_for(config.attention_backend, config.deterministic, config.model, dtype, mesh.device)
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
-        self.experts_backends = factory.experts_backends
+        self.experts_backends = ", ".join(backend.name for backend in factory.experts_classes)
         self.load_report = self._load(placement, on_progress)
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
         block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
         self.num_blocks = num_cache_blocks(config, block_bytes, self._free_bytes(), self._ranks_per_device())
         self.cache_bytes = self.num_blocks * block_bytes
-        self.kv_caches = allocate_kv_caches(config.model, self.num_blocks, config.cache.block_size, dtype, mesh.device)
+        self.graph_sizes = self._graph_sizes(factory)
+        num_allocated = self.num_blocks + bool(self.graph_sizes)  # the last one is the padding rows'
+        self.kv_caches = allocate_kv_caches(config.model, num_allocated, config.cache.block_size, dtype, mesh.device)
         overlap = config.overlap
         self.executor = UBatchExecutor(
             self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
         )
         self.sampler = Sampler()
-        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._prompt_logprobs = PromptLogprobs()
+        self._last_ids: Tensor | None = None
+        self.graphs = DecodeGraphs()
+        if config.async_scheduling or self.graph_sizes:
+            self._last_ids = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=mesh.device)
+        if self.graph_sizes and self._last_ids is not None:
+            self._capture(self._last_ids, on_progress, time_limit)
+
+    def _capture(self, last_ids: Tensor, on_progress: OnProgress, time_limit: TimeLimit) -> None:
+        self.graphs.capture(
+            self.model,
+            self.kv_caches,
+            self.config.scheduler.max_model_len,
+            self.graph_sizes,
+            last_ids,
+            time_limit,
+            lambda done, total: on_progress("capture", done, total),
+        )
+
+    def _graph_sizes(self, factory: MoEFactory) -> tuple[int, ...]:
+        """The sizes to capture: those of the configuration, none where a backend of this rank cannot be captured."""
+        sizes = self.config.graphs.sizes
+        if not sizes:
+            return ()
+        parts = {
+            f"attention backend {self.model.backends.attention.name}": self.model.backends.attention.captures,
+            f"transport {factory.transport.name}": factory.transport.captures,
+        } | {f"experts backend {experts.name}": experts.captures for experts in factory.experts_classes}
+        missing = [name for name, captures in parts.items() if not captures]
+        if missing:
+            logger.warning("no CUDA graphs: %s cannot be captured", " and ".join(missing))
+            return ()
+        return sizes
 
     def _load(self, placement: ExpertPlacement, on_progress: OnProgress) -> LoadReport:
         if self.config.load_format == "dummy":
@@ -97,80 +124,93 @@ class Runner:
     def _ranks_per_device(self) -> int:
         return len(self.mesh.node_ranks) if self.mesh.device.type == "cpu" else 1
 
-    def prepare(self, batch: Batch, plan: StepPlan) -> tuple[UBatchInputs, ...]:
-        """The model's input for `batch`, one part per ubatch of `plan`."""
-        whole = build_inputs(batch, plan.num_tokens_max, self.config.cache.block_size, self.mesh.device)
+    def prepare(self, batch: Batch, plan: StepPlan, before: InFlight | None) -> tuple[UBatchInputs, ...]:
+        """The model's input for `batch`, one part per ubatch of `plan`; none where a graph has its own.
+
+        before: the step whose sampled ids are not known on the host yet, if so.
+        """
+        if plan.graph_tokens:
+            return ()
+        whole = build_inputs(
+            batch,
+            plan.num_tokens_max,
+            self.config.cache.block_size,
+            self.mesh.device,
+            None if before is None else before.sources,
+            self._last_ids,
+        )
         if plan.num_ubatches == 1:
             return (whole,)
         lens = [r.num_tokens for r in batch.requests]
         return split_inputs(whole, cut_batch(lens, plan.bounds, plan.own_bounds(self.mesh.ep_rank)))
 
-    def forward(
-        self, ubatches: tuple[UBatchInputs, ...], batch: Batch, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the model (all ranks of the expert group together).
+    def launch(
+        self, ubatches: tuple[UBatchInputs, ...], batch: Batch, plan: StepPlan, before: InFlight | None
+    ) -> InFlight:
+        """Run the model (all ranks of the expert group together) and sample. On a GPU all of it is only queued.
 
-        Returns fp32 logits [N, V] of the rows that are sampled from, in batch order, and of the rows whose prompt
+        Raises:
+            UBatchFailed: see UBatchExecutor.run.
+        """
+        rows = [scheduled for scheduled in batch.requests if scheduled.needs_sample]
+        ids, prompt_logits = None, None
+        if plan.graph_tokens:
+            logits, ids = self._replay(batch, plan, before)
+        else:
+            logits, prompt_logits = self._forward(ubatches, batch, plan)
+        if ids is None or any(not row.request.params.is_greedy or needs_history(row.request) for row in rows):
+            lengths = [row.start + row.num_tokens - row.request.num_prompt_tokens for row in rows]
+            ids = self.sampler.launch(logits, [row.request for row in rows], lengths)
+        can_wait = self.config.async_scheduling and not any(needs_history(row.request) for row in batch.requests)
+        return InFlight(batch, rows, logits, prompt_logits, self._to_host(ids), can_wait)
+
+    def _replay(self, batch: Batch, plan: StepPlan, before: InFlight | None) -> tuple[Tensor, Tensor]:
+        """Logits fp32 [N, V] and greedy ids [N] of the batch's rows, until the next replay."""
+        graph = self.graphs[plan.graph_tokens]
+        sources = None if before is None else before.sources
+        graph.replay(HostInputs.of(batch, self.config.cache.block_size, sources))
+        return graph.logits[: batch.num_tokens], graph.ids[: batch.num_tokens]
+
+    def _forward(
+        self, ubatches: tuple[UBatchInputs, ...], batch: Batch, plan: StepPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """fp32 logits [N, V] of the rows that are sampled from, in batch order, and of the rows whose prompt
         log-probabilities are asked for (None: none are).
         """
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
         rows = [end - 1 for end, scheduled in ends if scheduled.needs_sample]
+        sampled = hidden
         if len(rows) != hidden.shape[0]:
-            sampled = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
-        else:
-            sampled = hidden
+            sampled = hidden[torch.tensor(rows, dtype=torch.int64).to(hidden.device, non_blocking=True)]
         logits = self.model.compute_logits(sampled)
-        prompt_rows = self._prompt_rows(starts, batch)
+        prompt_rows = self._prompt_logprobs.rows(batch, starts)
         if not prompt_rows:
             return logits, None
         picked = hidden[torch.tensor(prompt_rows, dtype=torch.int64, device=hidden.device)]
         return logits, self.model.compute_logits(picked)
 
-    def _prompt_rows(self, starts: list[int], batch: Batch) -> list[int]:
-        """Rows whose logits predict a prompt token of a request that wants prompt log-probabilities."""
-        rows: list[int] = []
-        for begin, scheduled in zip(starts, batch.requests, strict=False):
-            request = scheduled.request
-            if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
-                last = min(scheduled.start + scheduled.num_tokens, request.num_prompt_tokens - 1)
-                rows += range(begin, begin + max(last - scheduled.start, 0))
-        return rows
+    def _to_host(self, ids: Tensor) -> HostIds:
+        """Keep ids for the next step, and begin to copy them to the host."""
+        if self._last_ids is not None:
+            self._last_ids[: len(ids)] = ids
+        return HostIds(ids)
 
-    def sample(self, batch: Batch, logits: torch.Tensor, prompt_logits: torch.Tensor | None) -> StepResult:
-        """Sample one token for every row of `logits`, and collect prompt log-probabilities."""
-        asking = [s.request for s in batch.requests if s.needs_sample]
-        sampled = self.sampler.sample(logits, asking)
-        ids = iter(sampled.token_ids)
-        logprobs = iter(sampled.logprobs)
+    def finish(self, step: InFlight) -> StepResult:
+        """Wait for what a step sampled; with log-probabilities.
+
+        Raises:
+            HocketError: logits were not finite; names the request.
+        """
+        sampled = self.sampler.finish(step.logits, step.ids.wait(), [row.request for row in step.rows])
+        ids, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
+        requests = step.batch.requests
         return StepResult(
-            token_ids=[next(ids) if s.needs_sample else None for s in batch.requests],
-            logprobs=[next(logprobs) if s.needs_sample else None for s in batch.requests],
-            prompt_logprobs=self._collect_prompt_logprobs(batch, prompt_logits),
+            token_ids=[next(ids) if s.needs_sample else None for s in requests],
+            logprobs=[next(logprobs) if s.needs_sample else None for s in requests],
+            prompt_logprobs=self._prompt_logprobs.collect(step.batch, step.prompt_logits),
         )
-
-    def _collect_prompt_logprobs(
-        self, batch: Batch, logits: torch.Tensor | None
-    ) -> dict[str, list[TokenLogprobs | None]]:
-        done: dict[str, list[TokenLogprobs | None]] = {}
-        taken = 0
-        for scheduled in batch.requests:
-            request = scheduled.request
-            wanted = request.params.prompt_logprobs
-            if wanted is None or request.num_output_tokens > 0:
-                continue
-            found = self._prompt_logprobs.setdefault(request.request_id, [None])
-            del found[scheduled.start + 1 :]  # a preempted request starts again
-            last = min(scheduled.start + scheduled.num_tokens, request.num_prompt_tokens - 1)
-            count = max(last - scheduled.start, 0)
-            if count and logits is not None:
-                targets = request.prompt_token_ids[scheduled.start + 1 : last + 1]
-                found += prompt_logprobs(logits[taken : taken + count], targets, wanted)
-                taken += count
-            if scheduled.needs_sample:
-                done[request.request_id] = self._prompt_logprobs.pop(request.request_id)
-        return done
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
@@ -182,6 +222,12 @@ class Runner:
             "num_threads": torch.get_num_threads(),
             "moe_backend": self.experts_backends,
             "device": self.config.device,
+            "attention_backend": self.model.backends.attention.name,
+            "graphs": {
+                "sizes": list(self.graph_sizes),
+                "seconds": self.graphs.seconds,
+                "bytes": self.graphs.num_bytes,
+            },
         }
 
     def close(self) -> None:
@@ -190,4 +236,4 @@ class Runner:
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""
-        self._prompt_logprobs.pop(request_id, None)
+        self._prompt_logprobs.forget(request_id)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hocket.errors import HocketError
 from hocket.outputs import TokenLogprobs
 from hocket.request import Request
-from hocket.worker.logits import filter_logits, process_logits
+from hocket.worker.logits import filter_logits, is_processed, process_logits
 from hocket.worker.noise import exponential_noise, stream_key
 
 _NOISE_ELEMENTS = 1 << 22
@@ -35,39 +35,65 @@ class Sampler:
     """Samples one token per row. Stateless: a token depends on the row's logits, parameters, seed and length alone."""
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> SampledTokens:
-        """Sample from logits fp32 [N, V] (left unchanged), row i for requests[i].
+        """`launch` and `finish` in one, where all tokens before are known."""
+        ids = self.launch(logits, requests, [request.num_output_tokens for request in requests])
+        return self.finish(logits, ids.tolist(), requests)
 
-        Log-probabilities are those of the model: before bias, penalties and temperature.
+    def launch(self, logits: Tensor, requests: Sequence[Request], num_output_tokens: Sequence[int]) -> Tensor:
+        """Sample from logits fp32 [N, V] (left unchanged), row i for requests[i]: ids int64 [N] on the same device, -1
+        where a row's logits are not finite (NaN, +inf, or all that its request allows are -inf).
 
-        Raises:
-            HocketError: a row's logits are not finite (NaN, +inf, or all that its request allows are -inf); names it.
+        num_output_tokens: of each request before this token; it may be more than the request itself knows by now,
+        except where `needs_history`.
         """
         if not requests:
-            return SampledTokens([], [])
-        largest, ids = logits.max(dim=-1)  # NaN propagates; of equal ones the first
+            return logits.new_empty(0, dtype=torch.int64)
         random_rows = [i for i, request in enumerate(requests) if not request.params.is_greedy]
         processed = process_logits(logits, requests)
-        finite = largest.isfinite()
+        ids, finite = greedy(logits)
         if processed is not logits:
-            largest, ids = processed.max(dim=-1)
-            finite &= largest.isfinite()
+            ids, still = greedy(processed)
+            finite &= still
         if random_rows:
-            ids = _draw_into(ids, processed, random_rows, requests)
-        token_ids = torch.where(finite, ids, -1).tolist()
+            ids = _draw_into(ids, processed, random_rows, requests, num_output_tokens)
+        return torch.where(finite, ids, -1)
+
+    def finish(self, logits: Tensor, token_ids: list[int], requests: Sequence[Request]) -> SampledTokens:
+        """What `launch` sampled from `logits`, with log-probabilities: those of the model, before bias, penalties and
+        temperature.
+
+        Raises:
+            HocketError: a row's logits were not finite; names it.
+        """
         _check_finite(token_ids, requests)
         return SampledTokens(token_ids, _logprobs_of(logits, token_ids, requests))
 
 
-def _draw_into(ids: Tensor, logits: Tensor, rows: list[int], requests: Sequence[Request]) -> Tensor:
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits fp32 [N, V] → ids of the largest, of equal ones the first: int64 [N]; whether it is finite: bool [N]."""
+    largest, ids = logits.max(dim=-1)  # NaN propagates
+    return ids, largest.isfinite()
+
+
+def needs_history(request: Request) -> bool:
+    """Whether a token of this request can be sampled only when all before it are known on the host, or its logits are
+    needed there afterwards."""
+    params = request.params
+    return is_processed(request) or params.logprobs is not None or params.prompt_logprobs is not None
+
+
+def _draw_into(
+    ids: Tensor, logits: Tensor, rows: list[int], requests: Sequence[Request], num_output_tokens: Sequence[int]
+) -> Tensor:
     """`ids` with those of `rows` replaced by draws."""
-    drawing = [requests[i] for i in rows]
+    drawing, lengths = [requests[i] for i in rows], [num_output_tokens[i] for i in rows]
     if len(rows) == len(requests):
-        return draw(logits.clone(), drawing)
+        return draw(logits.clone(), drawing, lengths)
     at = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    return ids.index_copy(0, at, draw(logits[at], drawing))
+    return ids.index_copy(0, at, draw(logits[at], drawing, lengths))
 
 
-def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def draw(logits: Tensor, requests: Sequence[Request], num_output_tokens: Sequence[int]) -> Tensor:
     """Draw from fp32 [R, V] (overwritten) by the requests' temperature, min_p, top_k, top_p and seed: int64 [R].
 
     An exponential race: with E exponentially distributed, argmin E / p is distributed as p, and so is
@@ -76,7 +102,7 @@ def draw(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     filter_logits(logits, requests)
     num_ids = logits.shape[1]
     keys = torch.tensor(
-        [stream_key(request.seed, request.num_output_tokens) for request in requests],
+        [stream_key(request.seed, length) for request, length in zip(requests, num_output_tokens, strict=True)],
         dtype=torch.int64,
         device=logits.device,
     )

@@ -59,6 +59,7 @@ class StepStats:
         self.comm_bytes = 0
         self.failed = 0
         self.ubatch_tokens: dict[str, int] = {}
+        self.graphs: dict[str, int] = {}
         self.requests_finished: dict[str, int] = {}
         self._sums = dict.fromkeys(PARTS, 0.0)
         self._recent: dict[str, deque[float]] = {part: deque(maxlen=WINDOW) for part in PARTS}
@@ -75,6 +76,7 @@ class StepStats:
 
     def _count_forward(self, record: StepRecord) -> None:
         self.forwards += 1
+        add(self.graphs, record.plan.graph.label)
         self.comm_us += record.comm_us
         self.exposed_us += record.exposed_us
         self.comm_bytes += record.comm_bytes
@@ -94,7 +96,8 @@ class StepStats:
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in µs: `sum` over all steps, the rest over the last WINDOW steps.
 
-        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank.
+        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank. graphs: the latter by
+        whether they ran in a CUDA graph, or why not (GraphReason).
         """
         return {
             "steps": self.steps,
@@ -113,6 +116,7 @@ class StepStats:
                 "exposed_comm_us": self.exposed_us,
                 "comm_bytes": self.comm_bytes,
             },
+            "graphs": dict(self.graphs),
             "times_us": {part: _figures(self._recent[part], self._sums[part]) for part in PARTS},
             "step_us": _figures(self._step_us, sum(self._sums.values())),
         }

@@ -124,7 +124,7 @@ def step_line(record: StepRecord) -> str:
     if not record.ubatches:
         return f"{line}, model not run"
     real, padded = (_ranges(counts) for counts in zip(*record.ubatches, strict=True))
-    graph = f"graph mode {plan.graph_mode}" if plan.graph_mode else "eager"
+    graph = f"graph of {plan.graph_tokens}" if plan.graph_tokens else "eager"
     return f"{line}, tokens {real} of padded {padded}, {graph}{', failed' if record.has_failed else ''}"
 
 

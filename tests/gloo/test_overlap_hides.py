@@ -86,6 +86,7 @@ def whole_batch() -> UBatchInputs:
         query_start_loc=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
         seq_lens=torch.tensor([NUM_TOKENS], dtype=torch.int32),
         block_table=torch.zeros(1, 1, dtype=torch.int32),
+        block_table_cpu=torch.zeros(1, 1, dtype=torch.int32),
         slot_mapping=ids,
         query_start_loc_cpu=(0, NUM_TOKENS),
         seq_lens_cpu=(NUM_TOKENS,),

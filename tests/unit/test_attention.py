@@ -2,68 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
+import fake_flashinfer
 import pytest
 import torch
+from attention_steps import Step
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hocket.attention.backend import AttentionBackend
 from hocket.attention.base import AttentionMetadata
+from hocket.attention.flashinfer import FlashInferAttention
+from hocket.attention.flashinfer_library import HeadShapes
 from hocket.attention.plan import MAX_GATHERED_BYTES, plan_attention
 from hocket.attention.registry import attention_backend
 from hocket.attention.sdpa import paged_attention
-from hocket.config.backends import ATTENTION
+from hocket.config.backends import CPU_ATTENTION
+from hocket.config.model import MLAConfig
 
 NAN = float("nan")
 SCALE = 0.3
-
-
-@dataclass
-class Step:
-    """Requests with `past` tokens in the cache and `new` ones in this step; `slot_bytes` decides how decodes group."""
-
-    past: list[int]
-    new: list[int]
-    block_size: int
-    num_padding: int
-    slot_bytes: int = 1
-
-    def metadata(self, generator: torch.Generator) -> AttentionMetadata:
-        starts = [0]
-        for n in self.new:
-            starts.append(starts[-1] + n)
-        lens = [p + n for p, n in zip(self.past, self.new, strict=True)]
-        counts = [-(-n // self.block_size) for n in lens]
-        order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
-        table = torch.full((len(lens), max(counts) + 1), -9, dtype=torch.int32)
-        for row, count in enumerate(counts):
-            table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
-        slots = [
-            int(table[r, p // self.block_size]) * self.block_size + p % self.block_size
-            for r in range(len(lens))
-            for p in range(self.past[r], lens[r])
-        ]
-        return AttentionMetadata(
-            query_start_loc=torch.tensor(starts, dtype=torch.int32),
-            seq_lens=torch.tensor(lens, dtype=torch.int32),
-            block_table=table,
-            slot_mapping=torch.tensor(slots + [-1] * self.num_padding, dtype=torch.int64),
-            query_start_loc_cpu=tuple(starts),
-            seq_lens_cpu=tuple(lens),
-            max_query_len=max(self.new),
-            max_seq_len=max(lens),
-            num_tokens=starts[-1],
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(-(-(p + n) // self.block_size) for p, n in zip(self.past, self.new, strict=True)) + 2
-
-    def slots_of(self, meta: AttentionMetadata, request: int, count: int) -> list[int]:
-        size = self.block_size
-        return [int(meta.block_table[request, p // size]) * size + p % size for p in range(count)]
+Backend = AttentionBackend[Any]
 
 
 @st.composite
@@ -92,7 +54,36 @@ def with_padding(rows: Tensor, count: int) -> Tensor:
     return torch.cat((rows, torch.full((count, *rows.shape[1:]), NAN)))
 
 
-backends = pytest.mark.parametrize("backend", ATTENTION)
+def build(backend: str, num_heads: int, num_kv_heads: int, head_dim: int, mla: MLAConfig | None = None) -> Backend:
+    if backend in CPU_ATTENTION:
+        return attention_backend(backend)
+    heads = HeadShapes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=SCALE, mla=mla)
+    return FlashInferAttention(heads, torch.device("cpu"))
+
+
+def mla_of(widths: tuple[int, int, int, int]) -> MLAConfig:
+    plain, rotated, value_width, latent_width = widths
+    return MLAConfig(
+        q_lora_rank=None,
+        kv_lora_rank=latent_width,
+        qk_nope_head_dim=plain,
+        qk_rope_head_dim=rotated,
+        v_head_dim=value_width,
+    )
+
+
+WIDTHS = st.sampled_from([(8, 4, 6, 16), (6, 2, 8, 12), (4, 4, 10, 8)])
+"""N, P, V, L."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    """FlashInfer's kernels are those of `fake_flashinfer`."""
+    with fake_flashinfer.installed():
+        yield
+
+
+backends = pytest.mark.parametrize("backend", [*CPU_ATTENTION, "flashinfer"])
 relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -112,7 +103,7 @@ def test_grouped_query_attention(backend: str, step: Step, heads: tuple[int, int
     new = torch.cat([c[:, past:] for c, past in zip(contexts, step.past, strict=True)], dim=1)
 
     pad = step.num_padding
-    attention = attention_backend(backend)
+    attention = build(backend, num_heads, num_kv_heads, 8)
     plan = attention.plan(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
     key, value = with_padding(new[0], pad), with_padding(new[1], pad)
     out = attention.grouped_query(with_padding(query, pad), key, value, cache, plan, SCALE)
@@ -134,8 +125,28 @@ def test_grouped_query_attention(backend: str, step: Step, heads: tuple[int, int
 
 @backends
 @relaxed
-@given(step=steps(), widths=st.sampled_from([(8, 4, 6, 16), (6, 2, 8, 12), (4, 4, 10, 8)]))
+@given(step=steps(), widths=WIDTHS)
 def test_latent_attention(backend: str, step: Step, widths: tuple[int, int, int, int]) -> None:
+    check_latent(build(backend, 3, 3, widths[0] + widths[1], mla_of(widths)), step, widths)
+
+
+@relaxed
+@given(step=steps(), widths=WIDTHS, rows=st.integers(1, 3), tokens=st.integers(1, 40), tiles=st.integers(1, 4))
+def test_latents_in_many_groups(
+    step: Step, widths: tuple[int, int, int, int], rows: int, tokens: int, tiles: int
+) -> None:
+    """Chunks with a past are expanded, absorbed where they are too long, and what is too much for a call is cut."""
+    attention = build("flashinfer", 3, 3, widths[0] + widths[1], mla_of(widths))
+    expanded_bytes = 3 * (2 * widths[0] + widths[1] + widths[2]) * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hocket.attention.paging.ABSORBED_ROWS", rows)
+        patch.setattr("hocket.attention.paging.MAX_TILES", tiles)
+        patch.setattr("hocket.attention.paging.ROWS_PER_TILE", 3)
+        patch.setattr("hocket.attention.flashinfer.MAX_EXPANDED_BYTES", tokens * expanded_bytes)
+        check_latent(attention, step, widths)
+
+
+def check_latent(attention: Backend, step: Step, widths: tuple[int, int, int, int]) -> None:
     plain, rotated, value_width, latent_width = widths
     num_heads = 3
     generator = torch.Generator().manual_seed(2)
@@ -150,7 +161,6 @@ def test_latent_attention(backend: str, step: Step, widths: tuple[int, int, int,
     new = torch.cat([c[past:] for c, past in zip(contexts, step.past, strict=True)])
 
     pad = step.num_padding
-    attention = attention_backend(backend)
     plan = attention.plan(meta, meta.num_tokens + pad, step.block_size, torch.float32, slot_bytes=step.slot_bytes)
     out = attention.latent(with_padding(query, pad), with_padding(new, pad), kv_b, cache, plan, SCALE)
 
@@ -190,6 +200,7 @@ def test_no_tokens_at_all(backend: str) -> None:
         query_start_loc=torch.zeros(1, dtype=torch.int32),
         seq_lens=torch.zeros(0, dtype=torch.int32),
         block_table=torch.zeros(0, 1, dtype=torch.int32),
+        block_table_cpu=torch.zeros(0, 1, dtype=torch.int32),
         slot_mapping=torch.full((3,), -1),
         query_start_loc_cpu=(0,),
         seq_lens_cpu=(),
@@ -197,7 +208,7 @@ def test_no_tokens_at_all(backend: str) -> None:
         max_seq_len=0,
         num_tokens=0,
     )
-    attention = attention_backend(backend)
+    attention = build(backend, 4, 2, 8)
     plan = attention.plan(meta, 3, 4, torch.float32, slot_bytes=128)
     query, key = torch.full((3, 4, 8), NAN), torch.full((3, 2, 8), NAN)
     out = attention.grouped_query(query, key, key, torch.full((2, 2, 4, 2, 8), NAN), plan, SCALE)

@@ -49,6 +49,7 @@ def metadata(lens: list[int], past: list[int], block_size: int, slots: list[int]
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=table,
+        block_table_cpu=table,
         slot_mapping=torch.tensor(where if slots is None else slots, dtype=torch.int64),
         query_start_loc_cpu=tuple(starts),
         seq_lens_cpu=tuple(seq_lens),

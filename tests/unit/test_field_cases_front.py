@@ -53,7 +53,7 @@ DUAL = (*WIDE, "--enable-dbo")
             for name in ("deepep_low_latency", "deepep_high_throughput", "pplx", "naive", "")
         ],
         (("--moe-backend", "triton"), ("moe_backend", "auto, reference, grouped_mm")),
-        (("--attention-backend", "flashinfer"), ("attention_backend", "auto, sdpa")),
+        (("--attention-backend", "flash"), ("attention_backend", "auto, sdpa")),
         (("--device", "cuda:9"), ("device", "auto, cpu")),
         # R109: experts shared by some of the ranks only.
         (("--data-parallel-size", "2", "--all2all-backend", "torch"), ("all2all_backend", "enable_expert_parallel")),

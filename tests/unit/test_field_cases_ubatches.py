@@ -43,6 +43,7 @@ def inputs_of(parts: Sequence[tuple[int, int]]) -> UBatchInputs:
         query_start_loc=torch.tensor(ends, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=torch.arange(num_requests * 5, dtype=torch.int32).view(num_requests, 5),
+        block_table_cpu=torch.arange(num_requests * 5, dtype=torch.int32).view(num_requests, 5),
         slot_mapping=torch.arange(num_tokens) + 1000,
         query_start_loc_cpu=tuple(ends),
         seq_lens_cpu=tuple(seq_lens),

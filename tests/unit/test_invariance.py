@@ -14,7 +14,7 @@ import torch
 from checkpoints import CONFIGS, hf_reference, make
 from torch import Tensor
 
-from hocket.config.backends import ATTENTION, CPU_EXPERTS, EXPERTS
+from hocket.config.backends import ATTENTION, CPU_ATTENTION, CPU_EXPERTS, EXPERTS
 from hocket.models.backends import Backends, backends_for
 from hocket.models.base import CausalLM
 from hocket.moe.experts.registry import experts_class
@@ -107,7 +107,7 @@ def test_models_in_few_bits(name: str, dtype: torch.dtype, checkpoints: Path) ->
     assert num_unlike(model, prompts) == dict.fromkeys(SCHEDULES, 0)
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", CPU_ATTENTION)
 @pytest.mark.parametrize("name", ["v3", "qwen3"])
 def test_which_attention_is_invariant(name: str, attention: str, checkpoints: Path) -> None:
     """With all else invariant, so that a difference is attention's."""

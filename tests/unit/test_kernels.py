@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from checkpoints import CONFIGS, make
 from torch import Tensor
 
 from hocket.config.model import ModelConfig, RopeConfig
-from hocket.errors import BackendUnavailable
+from hocket.errors import BackendUnavailable, ConfigError
 from hocket.layers.kernels import MAX_ROWS, PLAIN, ROWS, Kernels, TiledKernels, rows_are_alike
 from hocket.layers.linear import Linear
 from hocket.layers.rotary import RotaryEmbedding
-from hocket.models.backends import backends_for, check_batch_invariance
+from hocket.models.backends import backends_for, check_batch_invariance, fastest_kernels
 
 TILED = TiledKernels()
 MOST = 300
@@ -159,3 +160,22 @@ def test_a_layer_with_other_kernels_is_found(checkpoints: Path) -> None:
     model.layers[2].attention.q_b = Linear(24, 96, device=paged.CPU, dtype=torch.float32)  # type: ignore[union-attr]
     with pytest.raises(BackendUnavailable, match=r"layers\.2\.attention\.q_b was not built with"):
         check_batch_invariance(model, backends.kernels)
+
+
+def test_which_kernels_a_device_gets(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Plain ones on a CPU, and on a GPU without triton, which is then said."""
+    gpu = torch.device("cuda")
+    for name in [name for name in sys.modules if name.startswith("hocket.layers.triton_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert fastest_kernels(paged.CPU) is PLAIN
+    assert not caplog.records
+    assert fastest_kernels(gpu) is PLAIN
+    assert "not fused" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("HOCKET_KERNELS", "torch")
+    assert fastest_kernels(gpu) is PLAIN
+    assert not caplog.records
+    monkeypatch.setenv("HOCKET_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="auto, torch"):
+        fastest_kernels(paged.CPU)

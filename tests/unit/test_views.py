@@ -33,6 +33,7 @@ def make_attention(parts: Parts) -> AttentionMetadata:
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
         block_table=torch.arange(len(parts) * 3, dtype=torch.int32).view(len(parts), 3),
+        block_table_cpu=torch.arange(len(parts) * 3, dtype=torch.int32).view(len(parts), 3),
         slot_mapping=torch.arange(starts[-1]) + 100,
         query_start_loc_cpu=tuple(starts),
         seq_lens_cpu=tuple(seq_lens),

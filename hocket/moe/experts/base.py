@@ -22,6 +22,8 @@ class Experts(nn.Module, ABC):
     """
 
     name: ClassVar[str]
+    captures: ClassVar[bool] = False
+    """Whether a CUDA graph can hold it: the host never waits for the device."""
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ class Fp8Experts(Experts):
     """
 
     name = "deep_gemm_fp8"
+    captures = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ class AllGatherReduceScatterTransport(Transport):
 
     name = "allgather_reducescatter"
     requires_padding = True
+    captures = True
 
     def __init__(
         self, placement: ExpertPlacement, rank: int, group: collectives.Group | None, device: torch.device

@@ -47,6 +47,8 @@ class Transport(ABC):
     """Whether ranks exchange fixed shapes, so that every rank must know `layout.num_padded_max`."""
     launch_blocks: ClassVar[bool] = False
     """Whether `send` reads from the device what it sends, so that its host waits for the compute before it."""
+    captures: ClassVar[bool] = False
+    """Whether a CUDA graph can hold its transfers."""
     is_apart: ClassVar[bool] = False
     """Whether transfers have a `receive` of their own."""
 

@@ -15,6 +15,7 @@ class LocalTransport(Transport):
 
     name = "local"
     requires_padding = False
+    captures = True
 
     def __init__(self, placement: ExpertPlacement) -> None:
         assert placement.num_ranks == 1, placement

@@ -1,0 +1,234 @@
+"""Triton: what stands between the projections and attention, norms and rotation. Knows no caches and no models.
+
+Everything is fp32 inside and rounded once, where it is stored. A program has some heads of one row. One thread has both
+components of a rotated pair, so that a head may be rotated where it lies.
+
+Legend: T rows, H query heads, G key heads, C head width, N unrotated and P rotated width of a head, L latent width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hocket.layers.rotary import Rotation
+
+MAX_HEADS = 16
+"""Heads of a program."""
+
+
+@triton.jit
+def _pairs(half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """Where the two components of each pair lie in P = 2 · half components: neighbours, or one in each half."""
+    pair = tl.arange(0, HALF)[None, :]
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1, pair < half
+    return pair, pair + half, pair < half
+
+
+@triton.jit
+def _angles(angles, row, half, HALF: tl.constexpr):
+    """cos and sin [1, HALF] of a row's pairs."""
+    pair = tl.arange(0, HALF)[None, :]
+    cos = angles + row * 2 * half + pair
+    return tl.load(cos, mask=pair < half, other=0.0), tl.load(cos + half, mask=pair < half, other=0.0)
+
+
+@triton.jit
+def _rotate(source, target, first, second, cos, sin, inside):
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + first, a * cos - b * sin, mask=inside)
+    tl.store(target + second, a * sin + b * cos, mask=inside)
+
+
+@triton.jit
+def _copy(source, target, width, is_row, WIDTH: tl.constexpr):
+    col = tl.arange(0, WIDTH)[None, :]
+    inside = is_row & (col < width)
+    tl.store(target + col, tl.load(source + col, mask=inside), mask=inside)
+
+
+@triton.jit
+def _normalise(source, target, weight, width, eps, WIDTH: tl.constexpr):
+    """RMS norm of one vector."""
+    col = tl.arange(0, WIDTH)
+    value = tl.load(source + col, mask=col < width, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    gain = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
+    tl.store(target + col, value * scale * gain, mask=col < width)
+
+
+@triton.jit
+def _latent_rows_kernel(
+    q,
+    query,
+    compressed,
+    k_rot,
+    weight,
+    angles,
+    latent,
+    q_stride,
+    compressed_stride,
+    k_rot_stride,
+    num_heads,
+    plain,
+    half,
+    width,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    COPY: tl.constexpr,
+    HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first, second, is_pair = _pairs(half, INTERLEAVED, HALF)
+    cos, sin = _angles(angles, row, half, HALF)
+    if part * HEADS < num_heads:
+        head = part * HEADS + tl.arange(0, HEADS)[:, None]
+        head_width = plain + 2 * half
+        source = q + row * q_stride + head * head_width
+        target = query + row * num_heads * head_width + head * head_width
+        if COPY:
+            _copy(source, target, plain, head < num_heads, PLAIN)
+        _rotate(source + plain, target + plain, first, second, cos, sin, (head < num_heads) & is_pair)
+    else:
+        own = latent + row * (width + 2 * half)
+        _normalise(compressed + row * compressed_stride, own, weight, width, eps, WIDTH)
+        _rotate(k_rot + row * k_rot_stride, own + width, first, second, cos, sin, is_pair)
+
+
+@triton.jit
+def _normed(
+    source,
+    target,
+    weight,
+    row,
+    angles,
+    first_head,
+    num_heads,
+    half,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Heads of one row, all of whose components are in pairs: from `source` into `target`."""
+    head = first_head + tl.arange(0, HEADS)[:, None]
+    first, second, is_pair = _pairs(half, INTERLEAVED, HALF)
+    cos, sin = _angles(angles, row, half, HALF)
+    inside = (head < num_heads) & is_pair
+    a = tl.load(source + head * 2 * half + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + head * 2 * half + second, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * half) + eps)[:, None]
+    a *= scale * tl.load(weight + first, mask=is_pair, other=0.0).to(tl.float32)
+    b *= scale * tl.load(weight + second, mask=is_pair, other=0.0).to(tl.float32)
+    tl.store(target + head * 2 * half + first, a * cos - b * sin, mask=inside)
+    tl.store(target + head * 2 * half + second, a * sin + b * cos, mask=inside)
+
+
+@triton.jit
+def _normed_heads_kernel(
+    query,
+    key,
+    q_out,
+    k_out,
+    q_weight,
+    k_weight,
+    angles,
+    query_stride,
+    key_stride,
+    num_heads,
+    num_key_heads,
+    half,
+    eps,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    part, num_parts = tl.program_id(1), tl.cdiv(num_heads, HEADS)
+    if part < num_parts:
+        own = query + row * query_stride
+        out = q_out + row * num_heads * 2 * half
+        _normed(own, out, q_weight, row, angles, part * HEADS, num_heads, half, eps, INTERLEAVED, HEADS, HALF)
+    else:
+        own = key + row * key_stride
+        out = k_out + row * num_key_heads * 2 * half
+        first = (part - num_parts) * HEADS
+        _normed(own, out, k_weight, row, angles, first, num_key_heads, half, eps, INTERLEAVED, HEADS, HALF)
+
+
+def latent_rows(
+    q: Tensor, compressed: Tensor, k_rot: Tensor, weight: Tensor, eps: float, rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """As `Kernels.latent_rows`; a contiguous q is rotated where it lies, another is copied on the way."""
+    num_rows, num_heads, head_width = q.shape
+    width, rotated = compressed.shape[1], k_rot.shape[1]
+    assert q.stride()[1:] == (head_width, 1)
+    assert compressed.stride(1) == k_rot.stride(1) == 1
+    query = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
+    latent = q.new_empty(num_rows, width + rotated)
+    heads, plain = _heads_of_program(num_heads), head_width - rotated
+    _latent_rows_kernel[(num_rows, triton.cdiv(num_heads, heads) + 1)](
+        q,
+        query,
+        compressed,
+        k_rot,
+        weight,
+        rotation.angles,
+        latent,
+        q.stride(0),
+        compressed.stride(0),
+        k_rot.stride(0),
+        num_heads,
+        plain,
+        rotated // 2,
+        width,
+        eps,
+        INTERLEAVED=rotation.is_interleaved,
+        COPY=query is not q,
+        HEADS=heads,
+        PLAIN=triton.next_power_of_2(plain),
+        HALF=triton.next_power_of_2(rotated // 2),
+        WIDTH=triton.next_power_of_2(width),
+    )
+    return query, latent
+
+
+def normed_heads(
+    query: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """As `Kernels.normed_heads`; rows may lie apart, the results are contiguous."""
+    (num_rows, num_heads, width), num_key_heads = query.shape, key.shape[1]
+    assert query.stride()[1:] == key.stride()[1:] == (width, 1)
+    q_out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(key, memory_format=torch.contiguous_format)
+    heads = _heads_of_program(max(num_heads, num_key_heads))
+    _normed_heads_kernel[(num_rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_key_heads, heads))](
+        query,
+        key,
+        q_out,
+        k_out,
+        q_weight,
+        k_weight,
+        rotation.angles,
+        query.stride(0),
+        key.stride(0),
+        num_heads,
+        num_key_heads,
+        width // 2,
+        eps,
+        INTERLEAVED=rotation.is_interleaved,
+        HEADS=heads,
+        HALF=triton.next_power_of_2(width // 2),
+    )
+    return q_out, k_out
+
+
+def _heads_of_program(num_heads: int) -> int:
+    return min(int(triton.next_power_of_2(num_heads)), MAX_HEADS)

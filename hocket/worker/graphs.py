@@ -1,0 +1,174 @@
+"""CUDA graphs of decode steps: one per captured number of rows. Knows nothing of requests' parameters or of scheduling.
+
+A graph holds the whole model, the logits and the greedy choice. What changes from step to step lies in buffers that
+stay where they are: token ids, positions, which rows are padding, and what the attention backend plans on the host.
+Padding rows are requests of one token in a block of their own that nobody else reads; no expert computes them.
+
+Legend: S captured rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hocket.attention.base import AttentionMetadata
+from hocket.cache.storage import block_size_of, num_blocks_of, slot_bytes_of
+from hocket.models.base import CausalLM, UBatchInputs
+from hocket.moe.base import TokenLayout
+from hocket.worker.inputs import KNOWN, HostInputs, fill_in
+from hocket.worker.sampler import greedy
+
+logger = logging.getLogger(__name__)
+WARM_UPS = 2
+IDS, POSITIONS, SOURCES, PADDING = range(4)
+TimeLimit = Callable[[str], AbstractContextManager[Any]]
+"""Bounds the time of what is done inside; takes what to say when it is over."""
+
+
+def unlimited(what: str) -> AbstractContextManager[Any]:
+    """No bound."""
+    return nullcontext(what)
+
+
+class DecodeGraph:
+    """The decode of S rows. After `replay`: `logits` fp32 [S, V] and `ids` int64 [S], the greedy choice (-1: not
+    finite), overwritten by the next one.
+
+    last_ids: int64, what sources point into (`HostInputs.sources`).
+    """
+
+    def __init__(self, model: CausalLM, kv_caches: list[Tensor], max_model_len: int, size: int, last_ids: Tensor):
+        self.size = size
+        self.logits: Tensor
+        self.ids: Tensor
+        self._model, self._kv_caches, self._last_ids = model, kv_caches, last_ids
+        cache = kv_caches[0]
+        self._scrap_block = num_blocks_of(cache) - 1
+        self._block_size = block_size_of(cache)
+        self._max_model_len = max_model_len
+        self._host = torch.zeros(4, size, dtype=torch.int64, pin_memory=True)
+        self._slots = torch.zeros(size, dtype=torch.int64, pin_memory=True)
+        self._inputs = torch.zeros(4, size, dtype=torch.int64, device=last_ids.device)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._attention = model.backends.attention
+        self._plan = self._attention.decode_plan(
+            size, max_model_len, self._block_size, model.dtype, slot_bytes_of(cache)
+        )
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, pool: Any) -> None:
+        """Run the step a few times, then once more while it is recorded. All ranks of an expert group together."""
+        self._fill(HostInputs.nothing())
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._run()
+            stream.synchronize()
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay(self, host: HostInputs) -> None:
+        """Put the step of `host`, at most S requests of one token each, on the current stream."""
+        self._fill(host)
+        self._graph.replay()
+
+    def _run(self) -> None:
+        token_ids, positions, sources, padding = self._inputs
+        layout = TokenLayout(
+            num_tokens=0, num_padded=self.size, is_padding=padding.to(torch.bool), num_padded_max=self.size
+        )
+        inputs = UBatchInputs(
+            token_ids=fill_in(token_ids, sources, self._last_ids),
+            positions=positions,
+            attention=self._metadata(HostInputs.nothing()),
+            layout=layout,
+        )
+        hidden = self._model(inputs, self._kv_caches, self._plan)
+        self.logits = self._model.compute_logits(hidden)
+        ids, finite = greedy(self.logits)
+        self.ids = torch.where(finite, ids, -1)
+
+    def _fill(self, host: HostInputs) -> None:
+        """Everything that the recorded step reads, for this one. The host's buffers are free again once copied."""
+        self._copied.synchronize()
+        count = host.num_tokens
+        rows = self._host.numpy()
+        rows[:, count:] = [[0], [0], [KNOWN], [1]]
+        rows[IDS, :count], rows[POSITIONS, :count], rows[PADDING, :count] = host.token_ids, host.positions, 0
+        rows[SOURCES, :count] = KNOWN if host.sources is None else host.sources
+        self._inputs.copy_(self._host, non_blocking=True)
+        slots = self._slots.numpy()
+        slots[:count], slots[count:] = host.slots, self._scrap_block * self._block_size
+        self._attention.update(self._plan, self._metadata(host))
+        self._copied.record()
+
+    def _metadata(self, host: HostInputs) -> AttentionMetadata:
+        """Of S requests of one token, on the host; those past the real ones lie in the scrap block."""
+        size, count = self.size, host.num_tokens
+        table = np.full((size, max(host.block_table.shape[1], 1)), self._scrap_block, dtype=np.int32)
+        table[:count, : host.block_table.shape[1]] = host.block_table
+        seq_lens = np.ones(size, dtype=np.int32)
+        seq_lens[:count] = host.seq_lens
+        starts = torch.arange(size + 1, dtype=torch.int32)
+        blocks = torch.from_numpy(table)
+        return AttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=torch.from_numpy(seq_lens),
+            block_table=blocks,
+            block_table_cpu=blocks,
+            slot_mapping=self._slots,
+            query_start_loc_cpu=tuple(range(size + 1)),
+            seq_lens_cpu=tuple(seq_lens.tolist()),
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+            num_tokens=size,
+        )
+
+
+class DecodeGraphs:
+    """The captured graphs by size. `seconds`, `num_bytes`: what capturing took."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[int, DecodeGraph] = {}
+        self.seconds = 0.0
+        self.num_bytes = 0
+
+    def capture(
+        self,
+        model: CausalLM,
+        kv_caches: list[Tensor],
+        max_model_len: int,
+        sizes: tuple[int, ...],
+        last_ids: Tensor,
+        time_limit: TimeLimit,
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Capture all of `sizes`, the largest first, since the smaller ones fit into its memory."""
+        started, before = time.monotonic(), torch.cuda.memory_reserved()
+        model.rotary.reserve(max_model_len)
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(sorted(sizes, reverse=True)):
+            on_progress(done, len(sizes))
+            with time_limit(f"capturing the CUDA graph of {size} rows"):
+                graph = DecodeGraph(model, kv_caches, max_model_len, size, last_ids)
+                graph.capture(pool)
+            self._graphs[size] = graph
+        torch.cuda.synchronize()
+        self.seconds = time.monotonic() - started
+        self.num_bytes = torch.cuda.memory_reserved() - before
+        on_progress(len(sizes), len(sizes))
+        said = "captured %d CUDA graphs of up to %d rows in %.1f s, %.2f GB"
+        logger.info(said, len(sizes), max(sizes), self.seconds, self.num_bytes / 1e9)
+
+    def __getitem__(self, size: int) -> DecodeGraph:
+        return self._graphs[size]
