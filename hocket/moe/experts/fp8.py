@@ -59,13 +59,6 @@ class Fp8Experts(Experts):
         self.w13_scale: nn.Parameter
         self.w2_scale: nn.Parameter
 
-    @classmethod
-    def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
-        for what, width in (("hidden_size", hidden_size), ("moe_intermediate_size", intermediate_size)):
-            if width % fp8.BLOCK:
-                return f"fp8 experts need {what} to be a multiple of {fp8.BLOCK}, it is {width}"
-        return None
-
     def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
         check_ids(local_ids, self.num_local_experts, "local expert ids")
         if len(x) == 0 or self.num_local_experts == 0:
