@@ -43,6 +43,9 @@ FORCE_SPLIT = Variable(
     default="0",
     meaning="over 1: split every step into so many ubatches, whatever the thresholds and also on one rank (for tests)",
 )
+FP8 = Variable(
+    name="HOCKET_FP8", default="1", meaning="0: checkpoints in fp8 are expanded although fp8 runs here (to compare)"
+)
 KERNELS = Variable(
     name="HOCKET_KERNELS",
     default="auto",

@@ -82,7 +82,7 @@ class LLM:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())
         try:
-            with Bar("loading", enabled=progress) as bar:
+            with Bar("loading", enabled=progress, in_bytes=True) as bar:
                 self.ranks = self._group.configure(self.config, lambda _, done, total: bar.update(done, total))
         except BaseException:
             self.close()

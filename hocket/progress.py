@@ -1,4 +1,4 @@
-"""A progress bar on standard error, only where that is a terminal. Knows nothing of what is counted."""
+"""A progress bar on standard error, only where that is a terminal. Knows nothing of what is counted, but bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """`with Bar("loading") as bar: bar.update(done, total)`. Silent when not enabled or not on a terminal."""
+    """`with Bar("loading") as bar: bar.update(done, total)`. Silent when not enabled or not on a terminal.
 
-    def __init__(self, what: str, *, enabled: bool = True) -> None:
+    in_bytes: what is counted, shown in MB or GB and with the rate.
+    """
+
+    def __init__(self, what: str, *, enabled: bool = True, in_bytes: bool = False) -> None:
         self._what = what
+        self._in_bytes = in_bytes
         self._enabled = enabled and sys.stderr.isatty()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -21,12 +25,21 @@ class Bar:
     def __enter__(self) -> Bar:
         if self._enabled:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TransferSpeedColumn,
+            )
 
+            counts = (DownloadColumn(), TransferSpeedColumn()) if self._in_bytes else (MofNCompleteColumn(),)
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                MofNCompleteColumn(),
+                *counts,
                 TimeElapsedColumn(),
                 console=Console(stderr=True),
                 transient=True,

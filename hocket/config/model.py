@@ -56,9 +56,17 @@ class MLAConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8BlockConfig:
-    """Block-scaled fp8 weights: one fp32 `weight_scale_inv` per `block` of rows × columns."""
+    """Block-scaled fp8 weights: one fp32 `weight_scale_inv` per `block` of rows × columns.
+
+    not_converted: parts of the names of modules that were left as they are.
+    """
 
     block: tuple[int, int]
+    not_converted: tuple[str, ...] = ()
+
+    def leaves(self, name: str) -> bool:
+        """Whether the tensor or module `name` is in a module that was left as it is."""
+        return any(f".{_inside(part)}." in f".{_inside(name)}." for part in self.not_converted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +119,11 @@ class ModelConfig:
         if model_type not in MODEL_TYPES:
             raise ConfigError("model_type", model_type, ", ".join(MODEL_TYPES) + _unbuilt_layers(hf))
         return _build(cls, str(model_type), Values(hf, "config.json"))
+
+
+def _inside(name: str) -> str:
+    """From `layers.` on: what stands before it differs between a model and a larger one around it."""
+    return name[max(name.find("layers."), 0) :]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -247,4 +260,8 @@ def _quantization(hf: Values) -> Fp8BlockConfig | None:
     sizes = Values(quant, "config.json: quantization_config").wholes("weight_block_size", least=1)
     if len(sizes) != 2:
         raise ConfigError("config.json: weight_block_size", block, "two whole numbers")
-    return Fp8BlockConfig(block=(sizes[0], sizes[1]))
+    key = next((k for k in ("modules_to_not_convert", "ignored_layers") if quant.get(k) is not None), None)
+    names = quant[key] if key else []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"config.json: {key}", names, "a list of names")
+    return Fp8BlockConfig(block=(sizes[0], sizes[1]), not_converted=tuple(names))

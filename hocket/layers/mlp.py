@@ -22,11 +22,9 @@ class GatedMLP(nn.Module):
         kernels: Kernels = PLAIN,
     ) -> None:
         super().__init__()
-        self.kernels = kernels
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, device=device, dtype=dtype, kernels=kernels)
         self.down = Linear(intermediate_size, hidden_size, device=device, dtype=dtype, kernels=kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden_size] → [T, hidden_size]."""
-        out: Tensor = self.down(self.kernels.silu_mul(self.gate_up(x)))
-        return out
+        return self.down.gated(self.gate_up(x))

@@ -12,7 +12,8 @@ from torch import Tensor
 from hocket.config.model import ModelConfig
 from hocket.errors import CheckpointError
 from hocket.models.checkpoint import Checkpoint, listed
-from hocket.models.weights import WeightSpec
+from hocket.models.weights import FusedSource, WeightSpec
+from hocket.quant import fp8
 
 FP8 = "F8_E4M3"
 READABLE = ("F64", "F32", "BF16", "F16")
@@ -23,6 +24,7 @@ _FIRST_PARTS = re.compile(r"(?P<prefix>.*?)(layers\.\d+\..*|embed_tokens\.weight
 class Read:
     """One thing to read: `name` (of a stacked tensor entry `expert`, `rows`) into `target`, times `scale` if fp8.
 
+    scale_target, scale_rows: where the scales go instead if the target is fp8 as well, and which of a stacked entry's.
     equal_to: the target's own content is left alone and must equal what is read.
     """
 
@@ -31,6 +33,8 @@ class Read:
     expert: int | None = None
     rows: tuple[int, int] | None = None
     scale: str | None = None
+    scale_target: Tensor | None = None
+    scale_rows: tuple[int, int] | None = None
     equal_to: str | None = None
 
 
@@ -82,13 +86,32 @@ def match(specs: Sequence[WeightSpec], checkpoint: Checkpoint, config: ModelConf
             wrong[f"{name} is {list(existing[name])} instead of {list(shape)}"] = None
         elif checkpoint.dtypes[name] not in READABLE and scale is None:
             wrong[f"{name} has dtype {checkpoint.dtypes[name]} and no scale"] = None
+        elif spec.scale is not None and (problem := _unlike_fp8(name, scale, shape, checkpoint)):
+            wrong[problem] = None
         target = spec.target if spec.equal_to is None else targets[spec.equal_to]
         if target is not None:
-            read = Read(name=name, target=target, scale=scale, equal_to=spec.equal_to)
-            reads.append(read if fused is None else replace(read, expert=fused.expert, rows=fused.rows))
+            read = Read(name=name, target=target, scale=scale, scale_target=spec.scale, equal_to=spec.equal_to)
+            reads.append(read if fused is None else _of_stacked(read, fused))
     unused = [name for name in existing if name not in used and not _is_ignored(name, naming.prefix, config)]
     _report(checkpoint, missing, unused, list(wrong))
     return sorted(reads, key=lambda read: read.equal_to is not None)
+
+
+def _of_stacked(read: Read, fused: FusedSource) -> Read:
+    first, end = fused.rows
+    rows = None if read.scale_target is None else (first // fp8.BLOCK, fp8.blocks(end))
+    return replace(read, expert=fused.expert, rows=fused.rows, scale_rows=rows)
+
+
+def _unlike_fp8(name: str, scale: str | None, shape: tuple[int, ...], checkpoint: Checkpoint) -> str | None:
+    """What keeps a tensor from being held as the fp8 that config.json says it is."""
+    if scale is None:
+        where = "modules_to_not_convert of config.json does not name it"
+        return f"{name} has dtype {checkpoint.dtypes[name]} instead of {FP8}, and {where}"
+    found, wanted = checkpoint.shapes[scale], (*shape[:-2], fp8.blocks(shape[-2]), fp8.blocks(shape[-1]))
+    if checkpoint.dtypes[scale] not in READABLE:
+        return f"{scale} has dtype {checkpoint.dtypes[scale]}"
+    return None if found == wanted else f"{scale} is {list(found)} instead of {list(wanted)}"
 
 
 def _scale_of(name: str, checkpoint: Checkpoint, used: set[str]) -> str | None:

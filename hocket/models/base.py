@@ -19,16 +19,19 @@ from hocket.attention.base import AttentionMetadata, Sliceable, sliced
 from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.config.model import ModelConfig
+from hocket.envs import FP8
 from hocket.layers.kernels import PLAIN, Kernels
 from hocket.layers.linear import frozen
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
 from hocket.layers.rotary import RotaryEmbedding, Rotation
 from hocket.models.backends import DEFAULT, Backends, Product
+from hocket.models.quantize import hold_in_fp8
 from hocket.models.weights import WeightSpec, mlp_specs, moe_specs, norm_spec, tensor_spec
 from hocket.moe.base import TokenLayout
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
+from hocket.quant import fp8
 from hocket.trace import spans
 from hocket.trace.spans import Stage
 
@@ -120,12 +123,11 @@ class CausalLM(nn.Module, ABC):
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed_tokens = frozen(torch.empty(vocabulary, device=device, dtype=dtype))
         self.rotary = RotaryEmbedding(config.rope, device, exact=backends.kernels.batch_invariant)
-        kernels = backends.kernels
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, self.build_attention(device), self._build_mlp(i, moe, device), device, dtype, kernels)
-            for i in range(config.num_layers)
+        self.fp8_reason = self._fp8_reason(device)
+        self.layers = nn.ModuleList(self._build_layer(i, moe, device) for i in range(config.num_layers))
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=backends.kernels
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device=device, dtype=dtype, kernels=kernels)
         self.lm_head = (
             self.embed_tokens
             if config.tie_word_embeddings
@@ -135,6 +137,26 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def build_attention(self, device: torch.device) -> Attention:
         """One layer's attention block."""
+
+    def _fp8_reason(self, device: torch.device) -> str | None:
+        """Why a checkpoint in fp8 is expanded, None where it is not."""
+        if self.backends.kernels.batch_invariant:
+            return "fp8 kernels are not batch-invariant"
+        if FP8.get_int(0) == 0:
+            return f"{FP8.name} is 0"
+        if self.config.quantization is None:
+            return "config.json has no quantization_config"
+        return fp8.unsupported_reason(device, self.dtype, self.config.quantization.block)
+
+    def _build_layer(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> DecoderLayer:
+        mlp = self._build_mlp(layer_idx, moe, device)
+        attention, kernels = self.build_attention(device), self.backends.kernels
+        layer = DecoderLayer(self.config, attention, mlp, device, self.dtype, kernels)
+        quantization = self.config.quantization
+        if quantization is not None and self.fp8_reason is None:
+            specs = self._layer_specs(f"model.layers.{layer_idx}", layer)
+            hold_in_fp8(layer, specs, quantization, moe, self.dtype)
+        return layer
 
     def _build_mlp(self, layer_idx: int, moe: MoEFactory, device: torch.device) -> GatedMLP | MoELayer:
         config, sparse, kernels = self.config, self.config.moe, self.backends.kernels

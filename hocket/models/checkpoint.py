@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hocket.config.model import read_json
 from hocket.errors import CheckpointError
+from hocket.models.filling import Span, read_bytes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Of what is ever read, as safetensors spells them."""
 
 
 class Checkpoint:
     """Open files of a folder; use as a context manager. Only what `read` asks for is read.
 
     shapes, dtypes: of every tensor by name, dtypes as safetensors spells them ("BF16", "F8_E4M3").
-    bytes_read: so far, headers not counted.
 
     Raises:
         CheckpointError: no files, a file of the index missing or broken, a tensor in two files, or an index that names
@@ -33,8 +45,7 @@ class Checkpoint:
         self.directory = Path(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self.bytes_read = 0
-        self._file_of: dict[str, Any] = {}
+        self._span_of: dict[str, Span] = {}
         self._stack = ExitStack()
         try:
             index = self._index()
@@ -85,33 +96,60 @@ class Checkpoint:
     def _open(self, file: str) -> None:
         path = self.directory / file
         try:
-            handle: Any = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                if name in self.shapes:
-                    raise CheckpointError(f"{self.directory}: {name} is in more than one file ({file} is one of them)")
-                entry = handle.get_slice(name)
-                self.shapes[name] = tuple(entry.get_shape())
-                self.dtypes[name] = str(entry.get_dtype())
-                self._file_of[name] = handle
+            with safe_open(path, framework="pt", device="cpu") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    if name in self.shapes:
+                        where = f"{name} is in more than one file ({file} is one of them)"
+                        raise CheckpointError(f"{self.directory}: {where}")
+                    entry = handle.get_slice(name)
+                    self.shapes[name] = tuple(entry.get_shape())
+                    self.dtypes[name] = str(entry.get_dtype())
+            self._span_of.update(_spans(self._stack.enter_context(path.open("rb")).fileno()))
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist, though the index names it") from None
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from None
 
+    def span(self, name: str, expert: int | None = None, rows: tuple[int, int] | None = None) -> Span:
+        """Where the tensor lies, or of a stacked one [E, rows, columns] one entry (or some rows of it)."""
+        whole, shape = self._span_of[name], self.shapes[name]
+        if expert is None:
+            return whole
+        row_bytes = whole.num_bytes // (shape[0] * shape[1])
+        first, stop = rows or (0, shape[1])
+        offset = whole.offset + (expert * shape[1] + first) * row_bytes
+        return replace(whole, offset=offset, num_bytes=(stop - first) * row_bytes)
+
     def read(self, name: str, expert: int | None = None, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor, or of a stacked one [E, rows, columns] one entry (or some rows of it), on the CPU as stored."""
-        handle = self._file_of[name]
+        """What `span` says, on the CPU as stored."""
+        span, shape = self.span(name, expert, rows), self.shapes[name]
+        if expert is not None:
+            shape = (shape[1] if rows is None else rows[1] - rows[0], shape[2])
+        value = torch.empty(span.num_bytes, dtype=torch.uint8)
+        with self.naming(name):
+            read_bytes(span, 0, value)
+        return value.view(span.dtype).view(shape)
+
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Inside, failing to read raises a CheckpointError that names the tensor."""
         try:
-            if expert is None:
-                value: Tensor = handle.get_tensor(name)
-            elif rows is None:
-                value = handle.get_slice(name)[expert : expert + 1][0]
-            else:
-                value = handle.get_slice(name)[expert : expert + 1, rows[0] : rows[1]][0]
-        except (SafetensorError, OSError) as error:
+            yield
+        except OSError as error:
             raise CheckpointError(f"{self.directory}: {name} cannot be read: {one_line(error)}") from None
-        self.bytes_read += value.numel() * value.element_size()
-        return value
+
+
+def _spans(file: int) -> dict[str, Span]:
+    """Of each tensor in a file that safetensors has found sound: eight bytes, the header's length, then the header."""
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    header = json.loads(os.pread(file, length, 8))
+    spans = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            dtype = DTYPES.get(entry["dtype"], torch.uint8)
+            spans[name] = Span(file=file, offset=8 + length + begin, num_bytes=end - begin, dtype=dtype)
+    return spans
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:

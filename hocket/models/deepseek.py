@@ -92,7 +92,7 @@ class LatentAttention(Attention):
             yield from linear_specs(f"{prefix}.q_b_proj", self.q_b)
         yield from linear_specs(f"{prefix}.kv_a_proj_with_mqa", self.qkv_a, self.q_a_width, bias=self.has_bias)
         yield norm_spec(f"{prefix}.kv_a_layernorm", self.kv_a_norm)
-        yield from linear_specs(f"{prefix}.kv_b_proj", self.kv_b)
+        yield from linear_specs(f"{prefix}.kv_b_proj", self.kv_b, is_called=False)
         yield from linear_specs(f"{prefix}.o_proj", self.o, bias=self.has_bias)
 
 

@@ -6,15 +6,18 @@ Legend: E experts, I intermediate width, D hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from hocket.layers.linear import Linear
+from hocket.layers.linear import Fp8Linear, Linear
 from hocket.layers.mlp import GatedMLP
 from hocket.layers.norm import RMSNorm
+from hocket.moe.experts.base import Experts
+from hocket.moe.experts.fp8 import Fp8Experts
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
+from hocket.quant import fp8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,9 @@ class WeightSpec:
     name, shape: in the checkpoint. target: the view it fills; None: another rank's, its shape is checked but it is not
     read. fused: its place in a stacked tensor, used where the checkpoint has that instead. equal_to: it may be absent,
     and if present must hold what the tensor of this name holds (tied weights).
+
+    module, first_row: whose weight it is part of and where it begins there, if that could be held in fp8 as well.
+    scale: of an fp8 target, the view that its block scales fill.
     """
 
     name: str
@@ -41,6 +47,9 @@ class WeightSpec:
     target: Tensor | None
     fused: FusedSource | None = None
     equal_to: str | None = None
+    module: Linear | Experts | None = None
+    first_row: int = 0
+    scale: Tensor | None = None
 
 
 def tensor_spec(name: str, target: Tensor) -> WeightSpec:
@@ -49,10 +58,17 @@ def tensor_spec(name: str, target: Tensor) -> WeightSpec:
 
 
 def linear_specs(
-    prefix: str, linear: Linear, start: int = 0, stop: int | None = None, *, bias: bool = False
+    prefix: str, linear: Linear, start: int = 0, stop: int | None = None, *, bias: bool = False, is_called: bool = True
 ) -> Iterator[WeightSpec]:
-    """`prefix`.weight (and .bias), which fill the output rows [start, stop) of `linear`."""
-    yield tensor_spec(f"{prefix}.weight", linear.weight[start:stop])
+    """`prefix`.weight (and .bias), which fill the output rows [start, stop) of `linear`.
+
+    is_called: False where a model reads the weight itself instead, so that it cannot be held in fp8.
+    """
+    spec = tensor_spec(f"{prefix}.weight", linear.weight[start:stop])
+    scale = None
+    if isinstance(linear, Fp8Linear):
+        scale = linear.scale.detach()[start // fp8.BLOCK : None if stop is None else fp8.blocks(stop)]
+    yield replace(spec, module=linear if is_called else None, first_row=start, scale=scale)
     if bias:
         assert linear.bias is not None
         yield tensor_spec(f"{prefix}.bias", linear.bias[start:stop])
@@ -86,11 +102,14 @@ def moe_specs(prefix: str, moe: MoELayer, placement: ExpertPlacement, rank: int)
 def _expert_specs(
     prefix: str, moe: MoELayer, placement: ExpertPlacement, rank: int, expert: int
 ) -> Iterator[WeightSpec]:
-    w13, w2 = moe.experts.w13.detach(), moe.experts.w2.detach()
-    hidden, width = w2.shape[1:]
+    experts = moe.experts
+    hidden, width = experts.w2.shape[1:]
     num_experts = placement.num_experts
-    is_mine = placement.rank_of[expert] == rank
-    mine13, mine2 = (w[placement.local_idx[expert]] if is_mine else None for w in (w13, w2))
+    local_idx = placement.local_idx[expert] if placement.rank_of[expert] == rank else None
+    mine13, mine2 = (None if local_idx is None else w.detach()[local_idx] for w in (experts.w13, experts.w2))
+    scale13 = scale2 = None
+    if isinstance(experts, Fp8Experts) and local_idx is not None:
+        scale13, scale2 = experts.w13_scale.detach()[local_idx], experts.w2_scale.detach()[local_idx]
     for row, name in ((0, "gate_proj"), (width, "up_proj")):
         yield WeightSpec(
             name=f"{prefix}.{expert}.{name}.weight",
@@ -102,6 +121,9 @@ def _expert_specs(
                 expert=expert,
                 rows=(row, row + width),
             ),
+            module=experts,
+            first_row=row,
+            scale=None if scale13 is None else scale13[row // fp8.BLOCK : (row + width) // fp8.BLOCK],
         )
     yield WeightSpec(
         name=f"{prefix}.{expert}.down_proj.weight",
@@ -110,4 +132,6 @@ def _expert_specs(
         fused=FusedSource(
             name=f"{prefix}.down_proj", shape=(num_experts, hidden, width), expert=expert, rows=(0, hidden)
         ),
+        module=experts,
+        scale=scale2,
     )

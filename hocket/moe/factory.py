@@ -10,11 +10,15 @@ from hocket.dist.mesh import Mesh
 from hocket.errors import ConfigError
 from hocket.layers.kernels import PLAIN, Kernels
 from hocket.moe.experts.base import Experts
+from hocket.moe.experts.fp8 import Fp8Experts
 from hocket.moe.experts.registry import suitable_class
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.router import Router
 from hocket.moe.transport.registry import build_transport
+
+FP8_BACKENDS = ("auto", "deep_gemm")
+"""Those under which a checkpoint in fp8 runs in fp8; with others its experts are expanded."""
 
 
 class MoEFactory:
@@ -35,6 +39,7 @@ class MoEFactory:
         self.transport = build_transport(transport, placement, rank=self.rank, group=mesh.ep_group, device=mesh.device)
         self._experts_backend = experts_backend
         self._experts_classes: dict[tuple[int, int, torch.dtype, str], type[Experts]] = {}
+        self._has_fp8 = False
 
     def build(
         self,
@@ -65,9 +70,18 @@ class MoEFactory:
         router = Router(config, hidden_size, device=device, dtype=router_dtype, kernels=kernels)
         return MoELayer(router, experts, self.transport, shared_experts)
 
+    def fp8_experts(self, experts: Experts, dtype: torch.dtype) -> Fp8Experts | None:
+        """What stands in for `experts` of a checkpoint in fp8; None where a backend that has no fp8 was asked for."""
+        if self._experts_backend not in FP8_BACKENDS:
+            return None
+        self._has_fp8 = True
+        return Fp8Experts(*experts.w2.shape, num_experts=experts.num_experts, device=experts.w2.device, dtype=dtype)
+
     @property
     def experts_classes(self) -> list[type[Experts]]:
         """The backends that the layers built so far have, by name."""
+        if self._has_fp8:
+            return [Fp8Experts]
         return sorted(set(self._experts_classes.values()), key=lambda backend: backend.name)
 
     def _experts_class(

@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
         nothing = TokenLayout.of(0, 0, layout.num_padded_max, self.router.weight.device)
         top_k, (_, hidden_size) = self.router.config.top_k, self.router.weight.shape
         weight = self.experts.w13
-        x = weight.new_zeros(0, hidden_size)
+        x = weight.new_zeros(0, hidden_size, dtype=self.experts.dtype)
         ids = torch.zeros(0, top_k, dtype=torch.int64, device=weight.device)
         weights = torch.zeros(0, top_k, dtype=torch.float32, device=weight.device)
         _Call(self, x, ids, weights, nothing, is_joining=True).run()

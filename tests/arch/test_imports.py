@@ -24,6 +24,7 @@ LAYERS = [
     ("hocket.attention", "hocket.moe"),
     ("hocket.cache.storage",),
     ("hocket.layers",),
+    ("hocket.quant",),
     ("hocket.ubatch",),
     (
         "hocket.overlap.vote",

@@ -18,7 +18,7 @@ from hocket.errors import ConfigError
 class Experts(nn.Module, ABC):
     """E gated MLPs, w2 · (silu(gate) * up). `w13` [E, 2I, D] holds the gate's rows before up's; `w2` is [E, D, I].
 
-    E may be 0: a rank without experts still takes part. num_experts: of all ranks, E where it is None.
+    E may be 0: a rank without experts still takes part. num_experts: of all ranks, E where it is None. dtype: of rows.
     """
 
     name: ClassVar[str]
@@ -40,6 +40,7 @@ class Experts(nn.Module, ABC):
         if hidden_act != "silu":
             raise ConfigError("hidden_act", hidden_act, "silu")
         self.num_local_experts = num_local_experts
+        self.dtype = dtype or torch.get_default_dtype()
         self.num_experts = num_local_experts if num_experts is None else num_experts
         w13 = torch.empty(num_local_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
         w2 = torch.empty(num_local_experts, hidden_size, intermediate_size, device=device, dtype=dtype)

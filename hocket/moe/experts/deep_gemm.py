@@ -33,6 +33,7 @@ class DeepGemmExperts(Experts):
     """
 
     name = "deep_gemm"
+    captures = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

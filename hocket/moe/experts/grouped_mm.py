@@ -21,6 +21,7 @@ class GroupedMMExperts(Experts):
     on a CPU by expert, elsewhere by slot."""
 
     name = "grouped_mm"
+    captures = True
 
     @classmethod
     def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:

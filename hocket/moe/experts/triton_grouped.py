@@ -28,6 +28,7 @@ class TritonGroupedExperts(Experts):
     """
 
     name = "triton_grouped"
+    captures = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

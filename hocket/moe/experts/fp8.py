@@ -1,0 +1,118 @@
+"""Experts in block-scaled fp8: DeepGEMM's grouped products on a GPU, the plain loop on a CPU. Knows nothing of ranks.
+
+Shapes: T rows, D hidden, I intermediate, E local experts, K top-k. Formats: quant/fp8.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hocket.moe.base import check_ids, is_on_host
+from hocket.moe.experts import permute
+from hocket.moe.experts.base import Experts
+from hocket.quant import fp8
+
+MASKED_ROWS = 16384
+"""Up to so many rows, counted as if all T rows chose each of the experts, every expert gets a fixed place for T rows:
+no rows are read or computed beyond those that are there. Above it, experts' rows lie one after the other."""
+MASKED_STEP = 128
+"""A fixed place is a multiple of so many rows: the larger of DeepGEMM's tiles there, which are written whole."""
+
+
+class Fp8Experts(Experts):
+    """`w13` e4m3 [E, 2I, D] and `w2` e4m3 [E, D, I] with fp32 scales per 128 × 128 block. D and I: multiples of 128.
+
+    Rows are quantised before both products. A row's slots are summed in fp32 in their order; it names an expert at most
+    once. num_sms: how many multiprocessors the products may take, None for all.
+    """
+
+    name = "deep_gemm_fp8"
+    captures = True
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        hidden_act: str = "silu",
+        num_experts: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_local_experts,
+            hidden_size,
+            intermediate_size,
+            hidden_act=hidden_act,
+            num_experts=num_experts,
+            device=device,
+            dtype=fp8.DTYPE,
+        )
+        self.dtype = dtype or torch.get_default_dtype()
+        self.num_sms: int | None = None
+        hidden, width = fp8.blocks(hidden_size), fp8.blocks(intermediate_size)
+        for key, shape in (("w13_scale", (2 * width, hidden)), ("w2_scale", (hidden, width))):
+            value = torch.empty(num_local_experts, *shape, device=device, dtype=torch.float32)
+            self.register_parameter(key, nn.Parameter(value, requires_grad=False))
+        self.w13_scale: nn.Parameter
+        self.w2_scale: nn.Parameter
+
+    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        check_ids(local_ids, self.num_local_experts, "local expert ids")
+        if len(x) == 0 or self.num_local_experts == 0:
+            return x.new_zeros(x.shape)
+        if is_on_host(x):
+            return self._one_by_one(x, local_ids, weights)
+        from hocket.quant import kernels
+
+        places, rows_of_group = self._places(local_ids)
+        of_slot, expected = places.place_of_slot, max(1, round(self.rows_per_expert(local_ids)))
+        fp8.limit_sms(self.num_sms)
+        rows = kernels.quantize_to_places(x, of_slot, places.num_places, rows_of_group)
+        gate_up = self._product(rows, places, self.w13, self.w13_scale, expected)
+        rows = kernels.quantize_gated_places(gate_up, of_slot, rows_of_group)
+        return permute.gather_sum(self._product(rows, places, self.w2, self.w2_scale, expected), places, weights)
+
+    def _places(self, local_ids: Tensor) -> tuple[permute.Places, int]:
+        """Where each slot's row goes, and how many rows lie together in one group of scales."""
+        import deep_gemm
+
+        of_expert = -(-len(local_ids) // MASKED_STEP) * MASKED_STEP
+        if self.num_local_experts * of_expert <= MASKED_ROWS:
+            return permute.masked_places_of(local_ids, self.num_local_experts, of_expert), of_expert
+        step = deep_gemm.get_mk_alignment_for_contiguous_layout()
+        tiles = permute.tiles_of(local_ids, self.num_local_experts, step, expert_per_place=True)
+        return tiles, tiles.num_places
+
+    def _product(
+        self, rows: tuple[Tensor, Tensor], places: permute.Places, weight: Tensor, scale: Tensor, expected_rows: int
+    ) -> Tensor:
+        """rows: e4m3 [P, in] and their scales [groups, rows of a group, in / 128] → bf16 [P, out]."""
+        import deep_gemm
+
+        values, scales = rows
+        out = values.new_empty(len(values), weight.shape[1], dtype=torch.bfloat16)
+        if isinstance(places, permute.Tiles):
+            pair = values, scales[0]
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(pair, (weight, scale), out, places.expert_of_tile)
+            return out
+        num_experts, of_expert = scales.shape[:2]
+        deep_gemm.fp8_m_grouped_gemm_nt_masked(
+            (values.view(num_experts, of_expert, -1), scales),
+            (weight, scale),
+            out.view(num_experts, of_expert, -1),
+            places.rows_of_expert,
+            expected_rows,
+        )
+        return out
+
+    def _one_by_one(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
+        for expert in range(self.num_local_experts):
+            rows, slots = torch.where(local_ids == expert)
+            gate_up = fp8.reference_linear(x[rows], self.w13[expert], self.w13_scale[expert])
+            result = fp8.gated_linear(gate_up, self.w2[expert], self.w2_scale[expert])
+            out.index_add_(0, rows, result.float() * weights[rows, slots, None])
+        return out.to(x.dtype)
