@@ -43,6 +43,8 @@ ROUTINGS = {
     "qwen3": _routing("greedy", 128, 8, (1, 1), norm_topk_prob=True),
     "odd": _routing("greedy", 37, 5, (1, 1)),
 }
+MODELS = ("v2", "v2-groups", "v2-yarn", "v3", "v3-yarn", "v3-halves", "qwen3", "qwen3-no-norm")
+"""Of checkpoints.CONFIGS, one of each kind; the last has a head tied to its embedding."""
 ROPES = {
     "pairs": RopeConfig(rope_type="default", theta=10000.0, dim=64, interleaved=True),
     "yarn": RopeConfig(

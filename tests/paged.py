@@ -15,6 +15,7 @@ from hocket.attention.base import AttentionMetadata
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.model import ModelConfig
 from hocket.dist.mesh import Mesh
+from hocket.layers.linear import frozen
 from hocket.models.backends import DEFAULT, Backends
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import load_weights
@@ -60,6 +61,13 @@ class PagedRun:
         self._free = torch.randperm(num_blocks, generator=generator).tolist()
         self._blocks: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
+
+    def spoil_padding(self) -> None:
+        """NaN for rows of padding: the embedding of token 0, which no prompt may have. A head that is tied to it keeps
+        what it was, else the logit of token 0 would be NaN for all rows."""
+        if self.model.lm_head is self.model.embed_tokens:
+            self.model.lm_head = frozen(self.model.lm_head.clone())
+        self.model.embed_tokens[0] = float("nan")
 
     def inputs(self, work: Sequence[tuple[str, Sequence[int]]], num_padding: int = 0) -> UBatchInputs:
         """Inputs for one step that computes the given new tokens of each request, padded by rows of token 0."""

@@ -1,12 +1,20 @@
-"""Permutation, grouped GEMMs and packing of rows in Triton's interpreter, against plain calculations in fp32."""
+"""Permutation, grouped GEMMs and packing of rows in Triton's interpreter, against plain calculations in fp32.
+
+DeepGEMM's products are plain ones here, but as it does they take whole tiles, with whatever lies beside the rows.
+"""
 
 from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hocket.moe.experts import permute
+from hocket.moe.experts import deep_gemm, permute
+from hocket.moe.experts.base import Experts
+from hocket.moe.experts.deep_gemm import DeepGemmExperts
 from hocket.moe.experts.reference import ReferenceExperts
 from hocket.moe.experts.tile_config import GemmConfig, TileConfig
 from hocket.moe.experts.triton_grouped import TritonGroupedExperts, grouped_mlp
@@ -19,6 +27,8 @@ pytestmark = [
         "ignore:(invalid value|overflow) encountered:RuntimeWarning"
     ),  # in rows that padding has
 ]
+DEEP_GEMM_TILE = 16
+"""Rows."""
 
 
 def random_ids(num_rows: int, top_k: int, num_experts: int, seed: int) -> Tensor:
@@ -33,6 +43,45 @@ def random_ids(num_rows: int, top_k: int, num_experts: int, seed: int) -> Tensor
 def slots_by_expert(ids: Tensor, num_experts: int) -> list[list[int]]:
     flat = ids.flatten().tolist()
     return [[slot for slot, expert in enumerate(flat) if expert == e] for e in range(num_experts)]
+
+
+def with_reference(
+    kind: type[Experts], num_experts: int, hidden_size: int, inter: int
+) -> tuple[Experts, ReferenceExperts]:
+    """Two in fp32 with the same random weights."""
+    experts = kind(num_experts, hidden_size, inter, dtype=torch.float32)
+    reference = ReferenceExperts(num_experts, hidden_size, inter, dtype=torch.float32)
+    for mine, theirs in zip(experts.parameters(), reference.parameters(), strict=True):
+        mine.copy_(torch.randn(mine.shape) * mine.shape[-1] ** -0.5)
+        theirs.copy_(mine)
+    return experts, reference
+
+
+def contiguous(rows: Tensor, weight: Tensor, out: Tensor, expert_of_row: Tensor) -> None:
+    assert len(expert_of_row) == len(rows) == len(out)
+    tiles = (x.split(DEEP_GEMM_TILE) for x in (out, rows, expert_of_row))
+    for tile, part, experts in zip(*tiles, strict=True):
+        assert (experts == experts[0]).all()
+        if experts[0] >= 0:
+            tile.copy_(part @ weight[experts[0]].T)
+
+
+def masked(rows: Tensor, weight: Tensor, out: Tensor, num_rows: Tensor, expected: int) -> None:
+    assert expected > 0
+    for expert, count in enumerate(num_rows.tolist()):
+        whole = -(-count // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
+        out[expert, :whole] = rows[expert, :whole] @ weight[expert].T
+
+
+@pytest.fixture
+def _plain_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(
+        get_mk_alignment_for_contiguous_layout=lambda: DEEP_GEMM_TILE,
+        m_grouped_bf16_gemm_nt_contiguous=contiguous,
+        m_grouped_bf16_gemm_nt_masked=masked,
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    monkeypatch.setattr(deep_gemm, "_limit_sms", lambda _: None)
 
 
 CASES = [(1, 1, 1), (5, 3, 4), (43, 3, 7), (150, 2, 40), (130, 1, 1)]
@@ -103,18 +152,30 @@ def test_rows_go_to_their_places_and_back(num_rows: int, top_k: int, num_experts
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), CASES)
 @pytest.mark.parametrize("num_sms", [1, 3])
 def test_experts(num_rows: int, top_k: int, num_experts: int, num_sms: int) -> None:
-    hidden_size, inter = 40, 24
-    experts = TritonGroupedExperts(num_experts, hidden_size, inter, dtype=torch.float32)
-    reference = ReferenceExperts(num_experts, hidden_size, inter, dtype=torch.float32)
-    for mine, theirs in zip(experts.parameters(), reference.parameters(), strict=True):
-        mine.copy_(torch.randn(mine.shape) * mine.shape[-1] ** -0.5)
-        theirs.copy_(mine)
+    experts, reference = with_reference(TritonGroupedExperts, num_experts, 40, 24)
     experts.num_sms = num_sms
-    x = torch.randn(num_rows, hidden_size + 8)[:, :hidden_size]
+    x = torch.randn(num_rows, 48)[:, :40]
     ids = random_ids(num_rows, top_k, num_experts, seed=3)
     weights = torch.rand(num_rows, top_k)
     x[(ids < 0).all(dim=1)] = torch.nan
     torch.testing.assert_close(experts(x, ids, weights), reference(x, ids, weights), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_plain_deep_gemm")
+@pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), CASES)
+@pytest.mark.parametrize("max_masked_rows", [0, 512])
+def test_deep_gemm_experts(
+    num_rows: int, top_k: int, num_experts: int, max_masked_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strided rows; those of no expert are NaN, and so are the weights of dropped slots."""
+    monkeypatch.setattr(deep_gemm, "MASKED_MAX_ROWS", max_masked_rows)
+    experts, reference = with_reference(DeepGemmExperts, num_experts, 40, 24)
+    x, weights = torch.randn(num_rows, 48)[:, :40], torch.rand(num_rows, top_k)
+    ids = random_ids(num_rows, top_k, num_experts, seed=3)
+    x[(ids < 0).all(dim=1)] = torch.nan
+    expected = reference(x, ids, weights)
+    weights[ids < 0] = torch.nan
+    torch.testing.assert_close(experts(x, ids, weights), expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(32, 32), (33, 17), (16, 48)])

@@ -51,7 +51,7 @@ def test_r009_padding_full_of_nan(checkpoints: Checkpoints, model: str) -> None:
     path = checkpoints(model)
     prompt = prompts(path, (5,), num_tokens=3)[0]
     run = paged.PagedRun(paged.load(path))
-    run.model.embed_tokens[0] = torch.nan  # token 0 is what padding rows hold
+    run.spoil_padding()
     new, found = prompt, []
     for num_padding in (3, 7, 7):
         logits = run.step([("a", new)], num_padding=num_padding)["a"]

@@ -46,14 +46,24 @@ def test_whole_prompts_and_greedy_tokens(name: str, checkpoints: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [("v2", 16), ("v2-yarn", 5), ("v2-groups", 3), ("v3-yarn", 16), ("v3-halves", 1), ("qwen3", 16), ("qwen3-yarn", 7)],
+    [
+        ("v2", 16),
+        ("v2-yarn", 5),
+        ("v2-groups", 3),
+        ("v2-tied", 4),
+        ("v3-yarn", 16),
+        ("v3-halves", 1),
+        ("qwen3", 16),
+        ("qwen3-yarn", 7),
+        ("qwen3-no-norm", 16),
+    ],
 )
 def test_mixed_steps(name: str, block_size: int, checkpoints: Path) -> None:
     """Chunks, decodes and fresh prompts in one step, decodes neither first nor together, padding rows of NaN."""
     path = make(name, checkpoints)
     a, b, c, d = (ids * 2 for ids in prompts_of(path))
     run = paged.PagedRun(paged.load(path), block_size=block_size, num_blocks=400 // block_size + 8, seed=block_size)
-    run.model.embed_tokens[0] = float("nan")  # token 0 is what padding rows hold; no prompt has it
+    run.spoil_padding()
     steps = [
         [("a", a[:11]), ("b", b[:1])],
         [("b", b[1:2]), ("a", a[11:30]), ("c", c[:1]), ("d", d[:100])],
