@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,11 @@ def compile_kernels(heads: HeadShapes, dtype: torch.dtype, device: torch.device)
             specs.append(jit.gen_batch_decode_module(*types, *widths, *plain[:3]))
         elif best != "fa2":
             specs.append(jit.gen_batch_prefill_module("fa2", *types, *widths, *plain))
-    jit.build_jit_specs(specs)
+    # Each by its own ninja file: one for all leaves no log where the library looks when it loads a module, and then
+    # compiles all again.
+    missing = [spec for spec in specs if not spec.is_aot]
+    with ThreadPoolExecutor(max(1, len(missing))) as pool:
+        list(pool.map(lambda spec: spec.build(verbose=False), missing))
 
 
 class WrapperSet:

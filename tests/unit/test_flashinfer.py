@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -317,12 +318,19 @@ def test_all_kernels_are_compiled_together(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: set[str]
 ) -> None:
     built: list[str] = []
+    all_at_work = threading.Barrier(len(expected), timeout=10.0)
+
+    def spec(name: str) -> SimpleNamespace:
+        def build(verbose: bool) -> None:
+            all_at_work.wait()
+            built.append(name)
+
+        return SimpleNamespace(is_aot=False, build=build)
 
     jit = SimpleNamespace(
-        gen_batch_prefill_module=lambda backend, q, k, o, i, qk, vo, *rest: f"prefill {backend} {qk} {vo}",
-        gen_batch_decode_module=lambda q, k, o, i, qk, vo, *rest: f"decode {qk} {vo}",
-        gen_batch_mla_module=lambda backend, q, k, o, i, c, p, profile: f"mla {backend} {c} {p}",
-        build_jit_specs=built.extend,
+        gen_batch_prefill_module=lambda backend, q, k, o, i, qk, vo, *rest: spec(f"prefill {backend} {qk} {vo}"),
+        gen_batch_decode_module=lambda q, k, o, i, qk, vo, *rest: spec(f"decode {qk} {vo}"),
+        gen_batch_mla_module=lambda backend, q, k, o, i, c, p, profile: spec(f"mla {backend} {c} {p}"),
     )
     utils = SimpleNamespace(determine_attention_backend=lambda *a: "fa3", determine_mla_backend=lambda device: "fa3")
     modules = {"flashinfer.jit": jit, "flashinfer.utils": utils}
