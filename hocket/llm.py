@@ -20,7 +20,7 @@ from hocket.errors import ConfigError, HocketError
 from hocket.generation_config import GenerationConfig
 from hocket.outputs import RequestOutput
 from hocket.processor import Processor
-from hocket.progress import Bar
+from hocket.progress import Bar, StartUpBars
 from hocket.prompt import parse_prompts
 from hocket.request import SamplingParams
 from hocket.tokenizer.idioms import ChatTokenizer
@@ -82,8 +82,8 @@ class LLM:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())
         try:
-            with Bar("loading", enabled=progress, in_bytes=True) as bar:
-                self.ranks = self._group.configure(self.config, lambda _, done, total: bar.update(done, total))
+            with StartUpBars(enabled=progress) as bars:
+                self.ranks = self._group.configure(self.config, bars.update)
         except BaseException:
             self.close()
             raise

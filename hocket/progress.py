@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,3 +56,36 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+class StartUpBars:
+    """`with StartUpBars() as bars: bars.update(phase, done, total)`: one bar after the other, for each phase its own."""
+
+    _PHASES: Mapping[str, tuple[str, bool]] = {
+        "load": ("loading weights", True),
+        "capture": ("capturing CUDA graphs", False),
+    }
+    """By phase: what is shown, and whether it is counted in bytes."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._phase = ""
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> StartUpBars:
+        return self
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self._end()
+            what, in_bytes = self._PHASES[phase]
+            self._phase, self._bar = phase, Bar(what, enabled=self._enabled, in_bytes=in_bytes).__enter__()
+        assert self._bar is not None
+        self._bar.update(done, total)
+
+    def _end(self) -> None:
+        if self._bar is not None:
+            self._bar.__exit__()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
