@@ -59,7 +59,7 @@ class Bar:
 
 
 class StartUpBars:
-    """`with StartUpBars() as bars: bars.update(phase, done, total)`: one bar after the other, for each phase its own."""
+    """`with StartUpBars() as bars: bars.update(phase, done, total)`: a bar for each phase, one after the other."""
 
     _PHASES: Mapping[str, tuple[str, bool]] = {
         "load": ("loading weights", True),
@@ -73,15 +73,19 @@ class StartUpBars:
         self._bar: Bar | None = None
 
     def __enter__(self) -> StartUpBars:
+        self._begin("load")
         return self
 
     def update(self, phase: str, done: int, total: int) -> None:
         if phase != self._phase:
             self._end()
-            what, in_bytes = self._PHASES[phase]
-            self._phase, self._bar = phase, Bar(what, enabled=self._enabled, in_bytes=in_bytes).__enter__()
+            self._begin(phase)
         assert self._bar is not None
         self._bar.update(done, total)
+
+    def _begin(self, phase: str) -> None:
+        what, in_bytes = self._PHASES[phase]
+        self._phase, self._bar = phase, Bar(what, enabled=self._enabled, in_bytes=in_bytes).__enter__()
 
     def _end(self) -> None:
         if self._bar is not None:
