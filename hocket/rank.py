@@ -32,6 +32,7 @@ from hocket.channel.messages import (
     Stats,
     StepFailed,
     StepOutputs,
+    TimeReplays,
     Wake,
 )
 from hocket.channel.rank import RankChannel
@@ -61,6 +62,7 @@ class RankProcess:
         self.engine: Engine | None = None
         self._watchdog: Watchdog | None = None
         self._kernels: KernelCount | None = None
+        self._replay_us: float | None = None
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -143,12 +145,15 @@ class RankProcess:
             stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
             if self._kernels is not None:
                 stats["kernels"] = self._kernels.found
+            if self._replay_us is not None:
+                stats["replay_us"] = self._replay_us
             self.channel.send(Stats(rank=self.rank, stats=stats))
             if message.reset:
                 self.engine.stats.reset()
-
         elif isinstance(message, CountKernels):
             self._kernels = KernelCount(message.phase, message.num_tokens)
+        elif isinstance(message, TimeReplays):
+            self._replay_us = self.engine.runner.graphs[message.size].replay_us(message.count)
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

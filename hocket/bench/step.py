@@ -18,8 +18,9 @@ from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, link_of, provenance, runs_in_fp8, spread, strategy_of
 from hocket.bench.shapes import changed
 from hocket.bench.table import table_of
-from hocket.channel.messages import CountKernels
+from hocket.channel.messages import CountKernels, TimeReplays
 from hocket.config.engine import EngineConfig
+from hocket.config.graphs import fitting_size
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import HocketError
@@ -28,6 +29,7 @@ from hocket.overlap.vote import GraphReason
 from hocket.request import SamplingParams
 
 BATCHED_TOKENS = 4096
+REPLAYS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,13 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
             kernels: list[dict[str, Any] | None] = [None] * len(cells)
             if sweep.count_kernels:
                 kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in cells]
+            replays = [_replay_us(llm, cell, _seed_of(cell, sweep, sweep.repeats + 2)) for cell in cells]
             ranks = llm.ranks
     rows = [
         {"model": options.model, "slice": slice_of and slice_of.as_row()}
         | _row(cell, [one[i] for one in rounds[1:]], config, ranks[0], rates)
         | {"kernels_per_step": (kernels[i] or {}).get("per_step"), "kernels": kernels[i]}
-        | {"reused_prompts": sweep.reuse_prompts}
+        | {"replay_us": replays[i], "reused_prompts": sweep.reuse_prompts}
         for i, cell in enumerate(cells)
     ]
     report = provenance("step") | {"ready_s": ready_s, "ranks": ranks, "rows": rows}
@@ -147,6 +150,19 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     _generate(llm, cell, seed)
     found: dict[str, Any] | None = llm.stats()[0]["kernels"]
     return found
+
+
+def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
+
+    What it takes less than a step is what the host adds.
+    """
+    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
+    if cell.phase != "decode" or not size:
+        return None
+    _generate(llm, cell, seed)
+    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS))
+    return max(float(rank["replay_us"]) for rank in llm.stats())
 
 
 def _row(

@@ -163,6 +163,7 @@ COLUMNS: dict[str, tuple[list[Column], list[Column]]] = {
             ("tokens/s per GPU", _figure("tokens_per_s", 1, 0)),
             ("kernels", _text("kernels_per_step")),
             ("kernels, ms", _kernel_ms("us")),
+            ("graph alone, ms", _figure("replay_us", 1e3, 2)),
             ("NCCL, ms", _kernel_ms("nccl_us")),
         ],
     ),

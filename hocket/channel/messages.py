@@ -57,6 +57,14 @@ class CountKernels(ToRank):
     num_tokens: int
 
 
+class TimeReplays(ToRank):
+    """Replay the CUDA graph of `size` rows `count` times, back to back and over what its last step left; Stats will
+    have the µs of one. For all ranks at once, none of which may have requests."""
+
+    size: int
+    count: int
+
+
 class Shutdown(ToRank):
     """End the process."""
 
@@ -122,7 +130,7 @@ class Failed(FromRank):
 
 
 RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Failed
-FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | CountKernels | Shutdown
+FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | CountKernels | TimeReplays | Shutdown
 
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder = msgspec.msgpack.Decoder(FrontMessage)
