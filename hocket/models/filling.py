@@ -65,7 +65,7 @@ class Filler:
             return
         self._wait_for_gpu()  # what is filled may still be in use on the caller's stream
         with ThreadPoolExecutor(self.num_threads, initializer=self._begin_thread) as pool:
-            futures = [pool.submit(job) for job in jobs]
+            futures = [pool.submit(_do, job) for job in jobs]
             try:
                 for future in futures:
                     yield future.result()
@@ -104,6 +104,12 @@ class Filler:
             self._stages.value = _PinnedPair(self._device, size) if self._is_on_gpu else _Plain(size)
         stage: _PinnedPair | _Plain = self._stages.value
         return stage.next()
+
+
+def _do(job: Callable[[], None]) -> None:
+    """On another thread: it does not begin in the caller's inference mode, which fills tensors of either kind."""
+    with torch.inference_mode():
+        job()
 
 
 class _Plain:

@@ -6,8 +6,6 @@ Grids depend on shapes alone, so launches can be captured.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,14 +18,14 @@ GROUPS = 8
 
 
 @triton.jit
-def scaled(values: Any, smallest: tl.constexpr, largest: tl.constexpr) -> Any:
+def scaled(values, smallest: tl.constexpr, largest: tl.constexpr):
     """values fp32 [groups, 128] → (values over the scale, scale [groups])."""
     scale = tl.maximum(tl.max(tl.abs(values), axis=1), smallest) * (1.0 / largest)
     return values * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None], scale
 
 
 @triton.jit
-def silu_mul(gate: Any, up: Any) -> Any:
+def silu_mul(gate, up):
     """silu(gate) · up in fp32."""
     gate = gate.to(tl.float32)
     return gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
@@ -35,18 +33,18 @@ def silu_mul(gate: Any, up: Any) -> Any:
 
 @triton.jit
 def _quantize_rows(
-    x_ptr: Any,
-    out_ptr: Any,
-    scale_ptr: Any,
-    x_stride: Any,
-    scale_stride: Any,
-    num_groups: Any,
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    scale_stride,
+    num_groups,
     is_gated: tl.constexpr,
     groups: tl.constexpr,
     block: tl.constexpr,
     smallest: tl.constexpr,
     largest: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * groups + tl.arange(0, groups)
     is_group = group < num_groups
@@ -62,20 +60,20 @@ def _quantize_rows(
 
 @triton.jit
 def _quantize_to_places(
-    x_ptr: Any,
-    place_ptr: Any,
-    out_ptr: Any,
-    scale_ptr: Any,
-    x_stride: Any,
-    num_groups: Any,
-    rows_of_group: Any,
+    x_ptr,
+    place_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    num_groups,
+    rows_of_group,
     is_gated: tl.constexpr,
     slots: tl.constexpr,
     groups: tl.constexpr,
     block: tl.constexpr,
     smallest: tl.constexpr,
     largest: tl.constexpr,
-) -> None:
+):
     """Row r of x to the places of its `slots` slots; is_gated: gate and up that lie at the place of slot r to there."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * groups + tl.arange(0, groups)

@@ -9,9 +9,12 @@ import paged
 import pytest
 import torch
 from checkpoints import LAYOUTS, make
+from fp8_checkpoints import write
 from loading import RankFactory, Tensors, edited, failure, loaded, unset
 from safetensors.torch import load_file
 
+from hocket.models import loader
+from hocket.models.filling import Filler
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.moe.placement import ExpertPlacement
 
@@ -47,6 +50,32 @@ def test_each_rank_reads_its_own_experts(strategy: str, layout: str, checkpoints
             assert torch.equal(value, full[mine] if ".experts." in key else full), key
     per_expert = 3 * 32 * 64 * 4
     assert experts_read == 2 * 16 * 3 * per_expert, "every expert of 3 layers is left out by 2 of 3 ranks"
+
+
+class ThreadedFiller(Filler):
+    """With as many threads as a GPU's."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.num_threads = 3
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_threads_fill_tensors_of_either_mode(
+    is_inference: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors made in inference mode, as engines make them, can be changed in that mode alone; the mode is a thread's.
+
+    In the checkpoint: fp8 that is expanded, fp32 that is converted.
+    """
+    path = write(tmp_path / "a")
+    expected = loaded(path, dtype=torch.bfloat16)
+    monkeypatch.setattr(loader, "Filler", ThreadedFiller)
+    with torch.inference_mode(is_inference):
+        model = loaded(path, dtype=torch.bfloat16)
+    for key, value in model.named_parameters():
+        assert value.is_inference() is is_inference, key
+        assert torch.equal(value, expected.get_parameter(key)), key
 
 
 def test_report_and_progress(checkpoints: Path) -> None:
