@@ -51,6 +51,11 @@ KERNELS = Variable(
     default="auto",
     meaning="auto: fused Triton kernels on a GPU; torch: PyTorch's own, one operation at a time",
 )
+SHARED_EXPERTS_STREAM = Variable(
+    name="HOCKET_SHARED_EXPERTS_STREAM",
+    default="1",
+    meaning="0: captured decode steps compute the shared experts on the stream of everything else (to compare)",
+)
 
 
 def set_up_logging(who: str) -> None:

@@ -15,6 +15,7 @@ from hocket.errors import OverlapError
 from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
+from hocket.moe.side import INLINE, Side
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.trace import spans
 from hocket.trace.spans import Stage
@@ -33,6 +34,7 @@ class MoELayer(nn.Module):
         self.experts = experts
         self.transport = transport
         self.shared_experts = shared_experts
+        self.side: Side = INLINE  # where the shared experts are computed while tokens travel
         self._load: Tensor | None = None
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
@@ -100,6 +102,7 @@ class _Call:
         self._combine: Running[Tensor]
         self._handle: Handle
         self._expert_out: Tensor
+        self._shared: Callable[[], Tensor | None] = lambda: None
         self._shared_out: Tensor | None = None
         self.failure: Exception | None = None
 
@@ -121,6 +124,8 @@ class _Call:
         return out, self._shared_out
 
     def _send_tokens(self) -> None:
+        if (shared := self._layer.shared_experts) is not None:
+            self._shared = self._layer.side.begin(lambda: self._attempt(lambda: shared(self._x)))
         self._last = self._dispatch = Running(self._tokens, Stage.DISPATCH)
 
     def _hand_over(self) -> None:
@@ -141,10 +146,9 @@ class _Call:
         self._last = self._combine = Running(transfer, Stage.COMBINE)
 
     def _compute_shared(self) -> None:
-        shared = self._layer.shared_experts
-        if shared is not None:
+        if self._layer.shared_experts is not None:
             spans.begin(Stage.SHARED)
-            self._shared_out = self._attempt(lambda: shared(self._x))
+            self._shared_out = self._shared()
 
     def _attempt(self, compute: Callable[[], Tensor]) -> Tensor | None:
         """What `compute` gives; None after a failure, this one's or an earlier one's."""

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hocket import envs
 from hocket.attention.base import AttentionMetadata
 from hocket.cache.storage import block_size_of, num_blocks_of, slot_bytes_of
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.base import TokenLayout
+from hocket.moe.layer import MoELayer
+from hocket.moe.side import INLINE, Side, SideStream
 from hocket.worker.inputs import KNOWN, HostInputs, fill_in
 from hocket.worker.sampler import greedy
 
@@ -146,6 +149,19 @@ class DecodeGraph:
         )
 
 
+@contextmanager
+def _shared_experts_on(side: Side, model: CausalLM) -> Iterator[None]:
+    """While this is entered, the shared experts of all layers are computed there."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    for layer in layers:
+        layer.side = side
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.side = INLINE
+
+
 class DecodeGraphs:
     """The captured graphs by size. `seconds`, `num_bytes`: what capturing took."""
 
@@ -168,11 +184,13 @@ class DecodeGraphs:
         started, before = time.monotonic(), torch.cuda.memory_reserved()
         model.rotary.reserve(max_model_len)
         pool = torch.cuda.graph_pool_handle()
+        side = SideStream(last_ids.device) if envs.SHARED_EXPERTS_STREAM.get_int(0) else INLINE
         for done, size in enumerate(sorted(sizes, reverse=True)):
             on_progress(done, len(sizes))
             with time_limit(f"capturing the CUDA graph of {size} rows"):
                 graph = DecodeGraph(model, kv_caches, max_model_len, size, last_ids)
-                graph.capture(pool)
+                with _shared_experts_on(side, model):
+                    graph.capture(pool)
             self._graphs[size] = graph
         torch.cuda.synchronize()
         self.seconds = time.monotonic() - started
