@@ -31,9 +31,9 @@ to at its width."""
 ROUTER_GAIN, EXPERTS_GAIN = 1.28, 0.4
 """Of routers, and of the last matrices of routed experts, scaling included: at some token in ten a router in bf16
 chooses another expert, and if that changed much then no token would be decisive, see `Figures`."""
-TEXTS, TEXT_LENGTH, BEST = 12, 100, 20
-"""Random texts over which transformers' largest difference is measured, and the most likely tokens that are looked at
-there: over the few tokens of an answer a largest difference is luck."""
+TEXT_LENGTH, BEST = 100, 20
+"""Of random texts over which transformers' largest difference is measured, and how many of the most likely tokens are
+looked at there: over the few tokens of an answer a largest difference is luck."""
 
 
 def published(name: str, **changes: Any) -> Any:
@@ -160,7 +160,7 @@ class Figures:
 class Judge:
     """The references of one model, kept on its device, and its checkpoint at `path`."""
 
-    def __init__(self, config: Any, path: Path, device: str, seed: int = 0) -> None:
+    def __init__(self, config: Any, path: Path, device: str, num_texts: int = 12, seed: int = 0) -> None:
         self.path = path
         self._device = device
         self._vocab_size = int(config.vocab_size)
@@ -170,7 +170,7 @@ class Judge:
         self._fp32.set_attn_implementation("eager")
         self._fp32.set_experts_implementation("eager")
         self.answer = functools.cache(self._answer)
-        self._bf16_largest = self._largest_of_texts()
+        self._bf16_largest = self._largest_of_texts(num_texts)
 
     def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
         """Random token ids."""
@@ -193,8 +193,8 @@ class Judge:
             bf16.append(self._bf16(ids, use_cache=False).logits.float())
         return Runs(fp32, *bf16)
 
-    def _largest_of_texts(self) -> float:
-        runs = self._run(torch.tensor(self.prompts([TEXT_LENGTH] * TEXTS, seed=1), device=self._device))
+    def _largest_of_texts(self, num_texts: int) -> float:
+        runs = self._run(torch.tensor(self.prompts([TEXT_LENGTH] * num_texts, seed=1), device=self._device))
         best = runs.fp32.topk(BEST).indices
         rows, columns = (torch.arange(size, device=self._device) for size in best.shape[:2])
         return float(runs.differences((rows[:, None, None], columns[:, None], best))[1].max())
