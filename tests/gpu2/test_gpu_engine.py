@@ -34,10 +34,12 @@ def test_same_answers_as_transformers(
 
 
 def test_tiny_says_what_it_says_on_a_cpu(groups: Groups) -> None:
+    """With what "auto" chooses: flashinfer has no kernels for fp32, so that sdpa stands in."""
     given = ["In the beginning", "The lady was", "It is a truth universally acknowledged, that"]
     found = []
     for device in ("cpu", "cuda"):
         options = {"device": device, "dtype": "float32", "max_model_len": 256, "skip_tokenizer_init": False}
         with groups.llm("tiny", 2, **options) as llm:
+            assert {rank["attention_backend"] for rank in llm.ranks} == {"sdpa"}
             found.append(ids_of(llm.generate(given, greedy(48), use_tqdm=False)))
     assert found[0] == found[1]
