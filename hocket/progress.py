@@ -62,6 +62,7 @@ class StartUpBars:
     """`with StartUpBars() as bars: bars.update(phase, done, total)`: a bar for each phase, one after the other."""
 
     _PHASES: Mapping[str, tuple[str, bool]] = {
+        "compile": ("compiling kernels", False),
         "load": ("loading weights", True),
         "capture": ("capturing CUDA graphs", False),
     }

@@ -8,8 +8,10 @@ the host does not wait for; a fence says when that host memory may be written ag
 from __future__ import annotations
 
 import importlib
+import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,10 @@ LATENT_DIMS = (512, 64, 128, 128)
 """L, P, N, V of latent attention (DeepSeek-V2 and V3): latent, rotated, unrotated and value width."""
 MIN_CAPABILITY = (8, 0)
 MAX_IDLE = 4
+SIGN_OF_LIFE_S = 2.0
+COMPILE_LIMIT_S = 1800.0
+OnProgress = Callable[[int, int], None]
+"""Takes how many are done, and of how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +95,15 @@ def unusable(heads: HeadShapes, dtype: torch.dtype, device: torch.device) -> str
     return None
 
 
-def compile_kernels(heads: HeadShapes, dtype: torch.dtype, device: torch.device) -> None:
+def compile_kernels(
+    heads: HeadShapes, dtype: torch.dtype, device: torch.device, on_progress: OnProgress = lambda done, total: None
+) -> None:
     """Compile all kernels that such heads need side by side, those that are not in the cache on disk.
 
+    on_progress: told every SIGN_OF_LIFE_S how many modules of how many are done: it takes minutes.
+
     Raises:
-        RuntimeError: the compiler is missing or failed.
+        RuntimeError: the compiler is missing, failed or did not end.
     """
     jit, utils = importlib.import_module("flashinfer.jit"), importlib.import_module("flashinfer.utils")
     best = utils.determine_attention_backend(device, 0, False, False, dtype, dtype)
@@ -116,9 +126,23 @@ def compile_kernels(heads: HeadShapes, dtype: torch.dtype, device: torch.device)
             specs.append(jit.gen_batch_prefill_module("fa2", *types, *widths, *plain))
     # Each by its own ninja file: one for all leaves no log where the library looks when it loads a module, and then
     # compiles all again.
-    missing = [spec for spec in specs if not spec.is_aot]
-    with ThreadPoolExecutor(max(1, len(missing))) as pool:
-        list(pool.map(lambda spec: spec.build(verbose=False), missing))
+    _build([spec for spec in specs if not spec.is_aot], on_progress)
+
+
+def _build(specs: list[Any], on_progress: OnProgress) -> None:
+    ends_at = time.monotonic() + COMPILE_LIMIT_S
+    pool = ThreadPoolExecutor(max(1, len(specs)))
+    try:
+        waiting = {pool.submit(spec.build, verbose=False) for spec in specs}
+        while waiting:
+            ended, waiting = wait(waiting, timeout=SIGN_OF_LIFE_S, return_when=FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+            on_progress(len(specs) - len(waiting), len(specs))
+            if waiting and time.monotonic() > ends_at:
+                raise RuntimeError(f"the compiler did not end within {COMPILE_LIMIT_S:g} s")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class WrapperSet:

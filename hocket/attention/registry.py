@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,10 +72,14 @@ def chosen_name(name: str, config: ModelConfig, dtype: torch.dtype, device: torc
 
 
 def attention_backend(
-    name: str, config: ModelConfig | None = None, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    name: str,
+    config: ModelConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    on_compile: Callable[[int, int], None] = lambda done, total: None,
 ) -> AttentionBackend[Any]:
     """The backend `name`, for a model of `config` in `dtype`; "auto": flashinfer, else sdpa with a warning that says
-    why.
+    why. on_compile: told how many of how many modules are compiled, where that is to be done.
 
     Raises:
         BackendUnavailable: there is no such backend, or it cannot run such a model here; says why.
@@ -88,7 +93,7 @@ def attention_backend(
     if name not in ("auto", "flashinfer"):
         raise BackendUnavailable("attention backend", name, "there is no such backend", ATTENTION)
     assert config is not None
-    found = _flashinfer(config, dtype, device)
+    found = _flashinfer(config, dtype, device, on_compile)
     if not isinstance(found, str):
         return found
     if name == "flashinfer":
@@ -97,7 +102,9 @@ def attention_backend(
     return SdpaAttention()
 
 
-def _flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any] | str:
+def _flashinfer(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, on_compile: Callable[[int, int], None]
+) -> AttentionBackend[Any] | str:
     """FlashInfer's kernels, compiled; else why they cannot be used."""
     why = unavailable_reason("flashinfer", config, dtype, device)
     if why is not None:
@@ -107,7 +114,7 @@ def _flashinfer(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
 
     heads = HeadShapes.of(config)
     try:
-        compile_kernels(heads, dtype, device)
+        compile_kernels(heads, dtype, device, on_compile)
     except (RuntimeError, OSError) as error:
         return f"its kernels cannot be compiled: {error}"
     return FlashInferAttention(heads, device)

@@ -42,10 +42,11 @@ def backends_for(
     config: ModelConfig | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    on_compile: Callable[[int, int], None] = lambda done, total: None,
 ) -> Backends:
     """By the name of an attention backend, which may ask for the model's `config`; deterministic: with kernels for
-    which the batch does not matter."""
-    attending = attention_backend(attention, config, dtype, device)
+    which the batch does not matter. on_compile: see `attention_backend`."""
+    attending = attention_backend(attention, config, dtype, device, on_compile)
     return Backends(kernels=kernels_for(deterministic, device), attention=attending)
 
 

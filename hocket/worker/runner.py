@@ -54,7 +54,14 @@ class Runner:
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
-        backends = backends_for(config.attention_backend, config.deterministic, config.model, dtype, mesh.device)
+        backends = backends_for(
+            config.attention_backend,
+            config.deterministic,
+            config.model,
+            dtype,
+            mesh.device,
+            on_compile=lambda done, total: on_progress("compile", done, total),
+        )
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in factory.experts_classes)
         self.load_report = self._load(placement, on_progress)

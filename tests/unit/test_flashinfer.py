@@ -335,9 +335,29 @@ def test_all_kernels_are_compiled_together(
     utils = SimpleNamespace(determine_attention_backend=lambda *a: "fa3", determine_mla_backend=lambda device: "fa3")
     modules = {"flashinfer.jit": jit, "flashinfer.utils": utils}
     monkeypatch.setattr(flashinfer_library, "importlib", SimpleNamespace(import_module=modules.__getitem__))
-    flashinfer_library.compile_kernels(heads(**changes), torch.bfloat16, GPU)
+    said: list[tuple[int, int]] = []
+    flashinfer_library.compile_kernels(
+        heads(**changes), torch.bfloat16, GPU, lambda done, total: said.append((done, total))
+    )
+    assert said[-1] == (len(expected), len(expected))
     assert len(built) == len(expected)
     assert set(built) == expected
+
+
+def test_a_compiler_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it is at work until it has had its time; then it is an error, and nobody waits for its thread."""
+    never = threading.Event()
+    monkeypatch.setattr(flashinfer_library, "SIGN_OF_LIFE_S", 0.02)
+    monkeypatch.setattr(flashinfer_library, "COMPILE_LIMIT_S", 0.2)
+    said: list[tuple[int, int]] = []
+    with pytest.raises(RuntimeError, match=r"the compiler did not end within 0.2 s"):
+        flashinfer_library._build(
+            [SimpleNamespace(build=lambda verbose: never.wait(20.0)), SimpleNamespace(build=lambda verbose: None)],
+            lambda done, total: said.append((done, total)),
+        )
+    never.set()
+    assert said[-1] == (1, 2)
+    assert len(said) > 3
 
 
 def test_on_a_cpu_it_is_refused_before_anything_starts(tmp_path: Any) -> None:
