@@ -141,6 +141,7 @@ def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:
         "prompt_tokens": max(rank["prompt_tokens"] for rank in ranks),
         "split": min(rank["overlap"]["split"] for rank in ranks),
         "forwards": ranks[0]["overlap"]["forwards"],
+        "parts_us": {part: times["median"] for part, times in ranks[0]["times_us"].items()},
     }
 
 
@@ -170,7 +171,8 @@ def _row(
 ) -> dict[str, Any]:
     """tokens_per_s: of one rank. spread: least and largest of the repeats. split: [so many, of so many steps] of a run.
 
-    computed_prompt_tokens: of a rank's run, those that were not found in the prefix cache.
+    parts_us: where rank 0's host was, medians over all steps of a run (`worker/laps.py`); on a GPU "forward" is the
+    launching, and "sample" the waiting for the step before. computed_prompt_tokens: of a rank's run, those that were not found in the prefix cache.
     """
     is_fp8 = runs_in_fp8(rank)
     parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
@@ -198,6 +200,7 @@ def _row(
         "steps": min(one["steps"] for one in runs),
         "computed_prompt_tokens": max(one["prompt_tokens"] for one in runs),
         "split": [runs[0]["split"], runs[0]["forwards"]],
+        "parts_us": {part: spread([one["parts_us"][part] for one in runs])["median"] for part in runs[0]["parts_us"]},
         "step_us": step_us["median"],
         "floor_us": floor["us"],
         "floor": floor,

@@ -18,7 +18,7 @@ STEPS = ("--context", "40", "--num-steps", "4", "--num-prefill-steps", "2", "--m
 KEYS = {
     *("model", "layers", "dtype", "phase", "tokens_per_gpu", "context", "transport", "experts", "attention", "graphs"),
     *("strategy", "link", "step_us", "floor_us", "floor", "comm_us", "tokens_per_s", "spread", "kernels_per_step"),
-    "replay_us",
+    *("replay_us", "parts_us"),
 }
 
 
