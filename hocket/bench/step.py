@@ -172,7 +172,8 @@ def _row(
     """tokens_per_s: of one rank. spread: least and largest of the repeats. split: [so many, of so many steps] of a run.
 
     parts_us: where rank 0's host was, medians over all steps of a run (`worker/laps.py`); on a GPU "forward" is the
-    launching, and "sample" the waiting for the step before. computed_prompt_tokens: of a rank's run, those that were not found in the prefix cache.
+    launching, and "sample" the waiting for the step before. computed_prompt_tokens: of a rank's run, those that were
+    not found in the prefix cache.
     """
     is_fp8 = runs_in_fp8(rank)
     parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
