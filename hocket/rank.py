@@ -208,6 +208,12 @@ class RankProcess:
         message = f"{who} has computed for {self.engine.config.step_timeout_s:g} s without getting on, in {place}"
         details = "".join(stack.format())
         kind = BatonTimeout.__name__
+        if self.engine.runner.waits_for_device:  # a graph's collectives have no limit of their own
+            kind = RankLost.__name__
+            message = (
+                f"its device has not ended a step for {self.engine.config.step_timeout_s:g} s: another rank is late or "
+                "gone, or a kernel hangs"
+            )
         self.channel.send_from_other_thread(Failed(rank=self.rank, kind=kind, message=message, details=details))
 
     def _progress(self, phase: str, done: int, total: int) -> None:

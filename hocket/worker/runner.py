@@ -78,6 +78,7 @@ class Runner:
             self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
         )
         self.sampler = Sampler()
+        self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
         self._last_ids: Tensor | None = None
         self.graphs = DecodeGraphs()
@@ -210,7 +211,10 @@ class Runner:
         Raises:
             HocketError: logits were not finite; names the request.
         """
-        sampled = self.sampler.finish(step.logits, step.ids.wait(), [row.request for row in step.rows])
+        self.waits_for_device = True
+        token_ids = step.ids.wait()
+        self.waits_for_device = False
+        sampled = self.sampler.finish(step.logits, token_ids, [row.request for row in step.rows])
         ids, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         requests = step.batch.requests
         return StepResult(
