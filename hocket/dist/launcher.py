@@ -221,7 +221,7 @@ class RankGroup:
             if cause.kind == RankLost.__name__ and (lost := self._find_lost(reports, found)):
                 return type(lost)(f"{lost}; first noticed by rank {cause.rank}: {message}")
             message = f"on rank {cause.rank}: {message}"
-            if cause.kind == StepDesync.__name__ and (odd := apart(found)):
+            if cause.kind == StepDesync.__name__ and (odd := apart(found) or elsewhere(found, cause.rank)):
                 message = f"rank {_listed(odd)} is out of step; {message}"
         error = errors.revive(cause.kind, message)
         error.add_note(f"on rank {cause.rank}:\n{cause.details}")
