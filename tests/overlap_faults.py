@@ -18,6 +18,7 @@ from model_faults import moe_layers
 from overlap_transfer_faults import MOCKS, TRANSFER_FAULTS, mocked, receive_apart, ubatch_idx
 from torch import Tensor
 
+from hocket.attention.plan import Plan
 from hocket.engine import Engine
 from hocket.models.base import UBatchInputs
 from hocket.overlap import veto, views
@@ -191,10 +192,11 @@ def one_plan_for_all(engine: Engine) -> None:
     kept: list[Any] = []
 
     def replace_plan(_layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, rotation, plan, *rest = args
+        x, residual, rotation, plan, *rest = args
+        assert isinstance(plan, Plan)
         if not ubatch_idx():
             kept[:] = [plan]
-        return hidden, rotation, kept[0], *rest
+        return x, residual, rotation, kept[0], *rest
 
     for layer in engine.runner.model.layers:
         layer.register_forward_pre_hook(replace_plan)
