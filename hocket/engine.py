@@ -132,11 +132,18 @@ class Engine:
             return [], plan
         record = StepRecord(plan, batch.phase, us=laps.us)
         before, self._running = self._running, None
+        failure: UBatchFailed | None = None
         if not plan.is_idle:
-            self._running = self._launch(batch, plan, before, record, laps)
+            try:
+                self._running = self._launch(batch, plan, before, record, laps)
+            except UBatchFailed as error:
+                failure = error
         ready, self._held, self._held_batch = self._held, [], None
         if before is not None:
             ready += self._finish(before, laps)
+        if failure is not None:  # of what the step before did not end
+            self._fail_here(batch, plan, failure)
+            record.has_failed = True
         if self._running is not None and not self._running.can_wait:
             running, self._running = self._running, None
             outputs = self._finish(running, laps)
@@ -149,23 +156,21 @@ class Engine:
 
     def _launch(
         self, batch: Batch, plan: StepPlan, before: InFlight | None, record: StepRecord, laps: Laps
-    ) -> InFlight | None:
-        """Run the model on this rank's batch as `plan` says, or begin to; None where it failed here."""
+    ) -> InFlight:
+        """Run the model on this rank's batch as `plan` says, or begin to. Raises UBatchFailed where it failed here."""
         ubatches = self.runner.prepare(batch, plan, before)
         laps.end("prepare")
         record.ubatches = tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches) or (
             (batch.num_tokens, plan.graph_tokens),
         )
         try:
-            launched = self.runner.launch(ubatches, batch, plan, before)
-        except UBatchFailed as error:
-            self._fail_here(batch, plan, error)
-            record.has_failed = True
-            launched = None
-        laps.end("forward")
-        record.comm_us, record.exposed_us = self.runner.executor.comm_ns / 1e3, self.runner.executor.exposed_ns / 1e3
-        record.comm_bytes = self.runner.executor.comm_bytes
-        return launched
+            return self.runner.launch(ubatches, batch, plan, before)
+        finally:
+            laps.end("forward")
+            if not plan.graph_tokens:  # what a graph moves nobody counts
+                executor = self.runner.executor
+                record.comm_us, record.exposed_us = executor.comm_ns / 1e3, executor.exposed_ns / 1e3
+                record.comm_bytes = executor.comm_bytes
 
     def _finish(self, step: InFlight, laps: Laps) -> list[TokenOutput]:
         """Wait for a launched step; what this rank's requests gained in it."""
@@ -213,8 +218,7 @@ class Engine:
         self.scheduler.retract(batch)
 
     def _end_failed(self, batch: Batch, message: str, *, is_cause: bool) -> None:
-        self.scheduler.fail(batch)
-        ids = [row.request.request_id for row in batch.requests]
+        ids = [request.request_id for request in self.scheduler.fail(batch)]
         for request_id in ids:
             self.runner.forget(request_id)
             self.stats.count_finished("error")

@@ -63,6 +63,7 @@ class RankProcess:
         self._watchdog: Watchdog | None = None
         self._kernels: KernelCount | None = None
         self._replay_us: float | None = None
+        self._asked_replays: TimeReplays | None = None
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -73,6 +74,8 @@ class RankProcess:
     def run(self) -> None:
         """Serve until Shutdown. Raises what ends the rank."""
         while self.running:
+            if self._asked_replays is not None and self._sleeps():
+                self._time_replays(self._asked_replays)
             for message in self.channel.receive(block=self._sleeps()):
                 self._handle(message)
             if self.running and self.engine is not None and not self._sleeps():
@@ -108,6 +111,13 @@ class RankProcess:
             self._wave += 1
             self._ask_wake(engine)
 
+    def _time_replays(self, asked: TimeReplays) -> None:
+        """All ranks sleep: none of them waits for another one in a step."""
+        self._asked_replays = None
+        if self.engine is not None:
+            with self._limit(self.engine.config, f"replaying the CUDA graph of {asked.size} rows"):
+                self._replay_us = self.engine.runner.graphs[asked.size].replay_us(asked.count)
+
     def _ask_wake(self, engine: Engine) -> None:
         if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:
             self._asked_wave = self._wave
@@ -121,6 +131,7 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
+        self._kernels = self._replay_us = self._asked_replays = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -153,7 +164,7 @@ class RankProcess:
         elif isinstance(message, CountKernels):
             self._kernels = KernelCount(message.phase, message.num_tokens)
         elif isinstance(message, TimeReplays):
-            self._replay_us = self.engine.runner.graphs[message.size].replay_us(message.count)
+            self._asked_replays = message
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

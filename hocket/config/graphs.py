@@ -38,7 +38,7 @@ def fitting_size(sizes: Sequence[int], num_tokens: int) -> int:
 
 
 def asked_sizes(text: str, max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes of an option, "1,2,4", ascending; those over max_num_seqs are of no use and left out.
+    """The sizes of an option, "1,2,4", ascending; those over max_num_seqs become that.
 
     Raises:
         ConfigError: it is not that.

@@ -209,6 +209,8 @@ def _overlap(options: Options) -> OverlapConfig:
 def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
     """Sizes as asked for, or by rule; none on a CPU."""
     if options.cudagraph_capture_sizes is not None:
+        if (most := options.max_cudagraph_capture_size) is not None:
+            raise ConfigError("max_cudagraph_capture_size", most, "nothing", where="with cudagraph_capture_sizes")
         sizes = asked_sizes(options.cudagraph_capture_sizes, max_num_seqs)
     else:
         sizes = captured_sizes(min(options.max_cudagraph_capture_size or LARGEST, max_num_seqs))

@@ -51,6 +51,13 @@ def reduce_scatter_sum(output: Tensor, input: Tensor, group: Group | None) -> No
     _renamed("reduce_scatter_single", "reduce_scatter_tensor")(output, input, group=group)
 
 
+def gather_texts(text: str) -> list[str]:
+    """The `text` of every rank, in rank order, over the group of all. For start-up: slow."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return [str(one) for one in found]
+
+
 def _renamed(name: str, former: str) -> Callable[..., Any]:
     """torch 2.13 renamed single-tensor collectives and warns at the former name, the only one older versions have."""
     function: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, former)

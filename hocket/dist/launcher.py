@@ -59,6 +59,7 @@ class RankGroup:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._startup_timeout_s = startup_timeout_s
+        self._device = "cpu"
         self._folder = private_folder()
         self._channel = FrontChannel(_bind_address(self._folder))
         self._records = Records(self._folder, world_size, create=True)
@@ -100,6 +101,7 @@ class RankGroup:
 
     def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
         """Build the engine on every rank; returns each rank's start-up facts, by rank."""
+        self._device = config.device
         self.broadcast(Configure(config=config))
         ready = self._wait_for(Ready, config.startup_timeout_s, "become ready", on_progress)
         return [ready[rank].info for rank in self.ranks]
@@ -188,9 +190,10 @@ class RankGroup:
             raise type(error)(f"{error}{_where(found)}")
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
-        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step."""
+        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step. (NCCL
+        aborts one that waited too long.)"""
         how = f"rank {rank} ended unexpectedly ({how_ended(code)})"
-        if code == -signal.SIGABRT and (odd := apart(found) or elsewhere(found, rank)):
+        if code == -signal.SIGABRT and self._device == "cpu" and (odd := apart(found) or elsewhere(found, rank)):
             return StepDesync(f"rank {_listed(odd)} took one transfer for another; {how}")
         return RankLost(how)
 

@@ -19,6 +19,7 @@ from hocket.dist.exchange import Hub, Leaf, Recorded, SoloExchange, StepExchange
 from hocket.dist.mesh import Mesh
 from hocket.dist.record import Record, Records
 from hocket.errors import HocketError, RankLost
+_NCCL_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +175,16 @@ class World:
 
 def _ep_group(device: torch.device, timeout_s: float, max_ctas: int | None) -> dist.ProcessGroup:
     """A new group of all ranks."""
-    timeout, options = datetime.timedelta(seconds=timeout_s), None
-    if device.type == "cuda" and max_ctas is not None:
-        options = dist.ProcessGroupNCCL.Options()
+    if device.type == "cpu":
+        found: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        return found
+    options = dist.ProcessGroupNCCL.Options()
+    if max_ctas is not None:
         options.config.max_ctas = max_ctas
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout, pg_options=options)
-    return group
+    # NCCL's own watchdog aborts the process without a word: the rank's, which names ranks, comes first.
+    timeout = datetime.timedelta(seconds=timeout_s + _NCCL_GRACE_S)
+    found = dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
+    return found
 
 
 class _LeaderGather:

@@ -23,7 +23,7 @@ from hocket.models.backends import Backends, kernels_for
 from hocket.models.base import CausalLM
 from hocket.models.checkpoint import Checkpoint
 from hocket.models.registry import build_model
-from hocket.moe.factory import MoEFactory
+from hocket.moe.factory import MoEFactory, experts_classes
 from hocket.moe.placement import ExpertPlacement
 from hocket.worker.memory import available_bytes, num_cache_blocks
 
@@ -90,4 +90,4 @@ def _built(config: EngineConfig, kernels: Kernels) -> tuple[str, CausalLM]:
     with FakeTensorMode():
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
         model = build_model(config.model, factory, device, dtype, backends)
-    return ", ".join(experts.name for experts in factory.experts_classes), model
+    return ", ".join(experts.name for experts in experts_classes(model)), model

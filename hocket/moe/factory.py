@@ -39,7 +39,6 @@ class MoEFactory:
         self.transport = build_transport(transport, placement, rank=self.rank, group=mesh.ep_group, device=mesh.device)
         self._experts_backend = experts_backend
         self._experts_classes: dict[tuple[int, int, torch.dtype, str], type[Experts]] = {}
-        self._has_fp8 = False
 
     def build(
         self,
@@ -74,15 +73,7 @@ class MoEFactory:
         """What stands in for `experts` of a checkpoint in fp8; None where a backend that has no fp8 was asked for."""
         if self._experts_backend not in FP8_BACKENDS:
             return None
-        self._has_fp8 = True
         return Fp8Experts(*experts.w2.shape, num_experts=experts.num_experts, device=experts.w2.device, dtype=dtype)
-
-    @property
-    def experts_classes(self) -> list[type[Experts]]:
-        """The backends that the layers built so far have, by name."""
-        if self._has_fp8:
-            return [Fp8Experts]
-        return sorted(set(self._experts_classes.values()), key=lambda backend: backend.name)
 
     def _experts_class(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device
@@ -92,3 +83,9 @@ class MoEFactory:
         if key not in self._experts_classes:
             self._experts_classes[key] = suitable_class(self._experts_backend, *key)
         return self._experts_classes[key]
+
+
+def experts_classes(model: nn.Module) -> list[type[Experts]]:
+    """The experts backends that the layers of a model have, by name."""
+    found = {type(module.experts) for module in model.modules() if isinstance(module, MoELayer)}
+    return sorted(found, key=lambda backend: backend.name)

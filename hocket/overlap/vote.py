@@ -71,7 +71,7 @@ class Reason(IntEnum):
 class GraphReason(IntEnum):
     """Why a step in which some rank worked ran in a CUDA graph or not. Of several the lowest that refuses is said.
 
-    disabled: no graphs were captured. eager_forced: a rank has no graphs, or its batch needs more than they hold.
+    disabled: none were asked for, or nobody had anything to run. eager_forced: none were captured.
     no_graph_size: more requests than any graph holds.
     """
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from hocket import envs
 from hocket.attention.base import AttentionMetadata
 from hocket.cache.storage import block_size_of, num_blocks_of, slot_bytes_of
+from hocket.errors import CapacityError, HocketError
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
@@ -150,6 +151,16 @@ class DecodeGraph:
 
 
 @contextmanager
+def _no_more_memory_than_there_is(what: str) -> Iterator[None]:
+    """CapacityError, with what to change, where the GPU's memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        advice = "lower --gpu-memory-utilization or --max-cudagraph-capture-size, or run with --enforce-eager"
+        raise CapacityError(f"{what} takes more memory than the KV cache leaves: {advice}") from None
+
+
+@contextmanager
 def _shared_experts_on(side: Side, model: CausalLM) -> Iterator[None]:
     """While this is entered, the shared experts of all layers are computed there."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -187,7 +198,8 @@ class DecodeGraphs:
         side = SideStream(last_ids.device) if envs.SHARED_EXPERTS_STREAM.get_int(0) else INLINE
         for done, size in enumerate(sorted(sizes, reverse=True)):
             on_progress(done, len(sizes))
-            with time_limit(f"capturing the CUDA graph of {size} rows"):
+            what = f"capturing the CUDA graph of {size} rows"
+            with time_limit(what), _no_more_memory_than_there_is(what):
                 graph = DecodeGraph(model, kv_caches, max_model_len, size, last_ids)
                 with _shared_experts_on(side, model):
                     graph.capture(pool)
@@ -200,4 +212,6 @@ class DecodeGraphs:
         logger.info(said, len(sizes), max(sizes), self.seconds, self.num_bytes / 1e9)
 
     def __getitem__(self, size: int) -> DecodeGraph:
+        if size not in self._graphs:
+            raise HocketError(f"there is no CUDA graph of {size} rows, only of {sorted(self._graphs)}")
         return self._graphs[size]

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.config.engine import EngineConfig
+from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
 from hocket.models.backends import backends_for, check_batch_invariance
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
-from hocket.moe.factory import MoEFactory
+from hocket.moe.factory import MoEFactory, experts_classes
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
@@ -63,7 +64,7 @@ class Runner:
             on_compile=lambda done, total: on_progress("compile", done, total),
         )
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
-        self.experts_backends = ", ".join(backend.name for backend in factory.experts_classes)
+        self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
@@ -99,19 +100,27 @@ class Runner:
         )
 
     def _graph_sizes(self, factory: MoEFactory) -> tuple[int, ...]:
-        """The sizes to capture: those of the configuration, none where a backend of this rank cannot be captured."""
+        """The sizes to capture: those of the configuration, none where a backend of any rank cannot be captured, since
+        all of them capture together."""
         sizes = self.config.graphs.sizes
         if not sizes:
             return ()
+        reason = self._uncapturable(factory)
+        reasons = gather_texts(reason) if self.mesh.ep_size > 1 else [reason]
+        for rank, why in enumerate(reasons):
+            if why and rank == self.mesh.ep_rank:
+                logger.warning("no CUDA graphs: %s cannot be captured", why)
+            elif why and not reason:
+                logger.warning("no CUDA graphs: on rank %d %s cannot be captured", rank, why)
+        return () if any(reasons) else sizes
+
+    def _uncapturable(self, factory: MoEFactory) -> str:
+        """Which backends of this rank cannot be captured; "": all can."""
         parts = {
             f"attention backend {self.model.backends.attention.name}": self.model.backends.attention.captures,
             f"transport {factory.transport.name}": factory.transport.captures,
-        } | {f"experts backend {experts.name}": experts.captures for experts in factory.experts_classes}
-        missing = [name for name, captures in parts.items() if not captures]
-        if missing:
-            logger.warning("no CUDA graphs: %s cannot be captured", " and ".join(missing))
-            return ()
-        return sizes
+        } | {f"experts backend {experts.name}": experts.captures for experts in experts_classes(self.model)}
+        return " and ".join(name for name, captures in parts.items() if not captures)
 
     def _load(self, placement: ExpertPlacement, on_progress: OnProgress) -> LoadReport:
         if self.config.load_format == "dummy":
@@ -202,7 +211,7 @@ class Runner:
     def _to_host(self, ids: Tensor) -> HostIds:
         """Keep ids for the next step, and begin to copy them to the host."""
         if self._last_ids is not None:
-            self._last_ids[: len(ids)] = ids
+            self._last_ids[: len(ids)] = ids.clamp(min=0)  # a row that is not finite goes on until the host knows
         return HostIds(ids)
 
     def finish(self, step: InFlight) -> StepResult:
