@@ -19,6 +19,7 @@ from hocket.dist.exchange import Hub, Leaf, Recorded, SoloExchange, StepExchange
 from hocket.dist.mesh import Mesh
 from hocket.dist.record import Record, Records
 from hocket.errors import HocketError, RankLost
+
 _NCCL_GRACE_S = 10.0
 
 
