@@ -142,12 +142,12 @@ def attend_pieces(
     BLOCK_SIZE, L and P], each with consecutive components; int32 indptr [R + 1], indices, lens [R] → out [R, H, L]
     where one piece has all of a context, else fp32 partial [2 G, H, L] and partial_log [2 G, H]."""
     piece = tl.program_id(1)
+    lanes = tl.arange(0, ROWS)
+    ends = tl.load(indptr + 1 + lanes, mask=lanes < num_rows, other=2147483647)
     num_blocks = tl.load(indptr + num_rows)
     num_pieces = _num_pieces(num_blocks, most_pieces, BLOCK_SIZE, TILE)
     if piece < num_pieces:
         begin, end = _cut(piece, num_blocks, num_pieces), _cut(piece + 1, num_blocks, num_pieces)
-        lanes = tl.arange(0, ROWS)
-        ends = tl.load(indptr + 1 + lanes, mask=lanes < num_rows, other=2147483647)
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < num_heads
         near_heads = tl.minimum(heads, num_heads - 1)
