@@ -51,6 +51,12 @@ KERNELS = Variable(
     default="auto",
     meaning="auto: fused Triton kernels on a GPU; torch: PyTorch's own, one operation at a time",
 )
+MLA_DECODE = Variable(
+    name="HOCKET_MLA_DECODE",
+    default="flashinfer",
+    meaning="what captured latent decodes run with: flashinfer; triton: Hocket's own kernel, which no GPU has measured "
+    "yet; auto: the latter for few heads",
+)
 SHARED_EXPERTS_STREAM = Variable(
     name="HOCKET_SHARED_EXPERTS_STREAM",
     default="1",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from hocket.attention.paging import Piece, latent_groups, pages, pieces, rows_of
 from hocket.attention.plan import Plan, Rows
 from hocket.trace import spans
 from hocket.trace.spans import Stage
+
+if TYPE_CHECKING:
+    from hocket.attention.triton_mla import LatentDecodes
 
 MAX_EXPANDED_BYTES = 1 << 30
 """Most bytes of keys and values that latents are expanded into at once."""
@@ -76,6 +79,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         self._heads = heads
         self._device = device
         self._library = Library(heads, device)
+        self._own_latents = self._make_own_latents() if heads.decodes_latents_with_triton else None
 
     def plan(
         self, meta: AttentionMetadata, num_rows: int, block_size: int, dtype: torch.dtype, slot_bytes: int
@@ -105,7 +109,11 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
     ) -> CapturedPlan:
         buffers = DecodeBuffers(num_rows, -(-max_seq_len // block_size), self._device)
         on_device = buffers.device
-        wrapper = self._library.make_captured(on_device["indptr"], on_device["indices"], on_device["lens"])
+        wrapper: Any
+        if self._own_latents is not None:
+            wrapper = self._own_latents.make(on_device, block_size)
+        else:
+            wrapper = self._library.make_captured(on_device["indptr"], on_device["indices"], on_device["lens"])
         if self._heads.mla is None:  # choose its kernel; any contexts will do
             last = torch.ones(num_rows, dtype=torch.int32)
             options = self._head_options(block_size, dtype)
@@ -126,13 +134,14 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         [run], buffers, host = plan.paged, plan.buffers, plan.buffers.host
         is_latent = self._heads.mla is not None
         indices = host["indices"][: buffers.fill(meta, plan.block_size, whole_contexts=is_latent)]
-        if is_latent:
+        if is_latent and self._own_latents is None:
             options = self._latent_options(plan.block_size, plan.dtype)
             run.wrapper.plan(host["rows"], host["indptr"], indices, host["lens"], causal=False, **options)
         else:
             buffers.send("indptr")
             buffers.send("indices", len(indices))
             buffers.send("lens")
+        if not is_latent:
             options = self._head_options(plan.block_size, plan.dtype)
             self._library.replan(run.wrapper, host["indptr"], indices, host["lens"], **options)
         buffers.fence.set()
@@ -170,6 +179,11 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
             with written_at(out, run.rows) as part:
                 attend_expanded(at(query, run.rows), context, kv_b, run.wrapper, part)
         return out.flatten(1)
+
+    def _make_own_latents(self) -> LatentDecodes:
+        from hocket.attention.triton_mla import LatentDecodes
+
+        return LatentDecodes(self._heads, self._library.num_sms, self._device)
 
     def _plan_heads(
         self, wrappers: WrapperSet, meta: AttentionMetadata, parts: Sequence[Piece], block_size: int, dtype: torch.dtype

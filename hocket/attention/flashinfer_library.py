@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hocket import envs
 from hocket.attention.decode_buffers import Fence
 from hocket.config.model import MLAConfig, ModelConfig
 from hocket.layers.rotary import softmax_scale
@@ -28,6 +29,8 @@ INSTALL = (
 HEAD_DIMS = (64, 128, 256)
 LATENT_DIMS = (512, 64, 128, 128)
 """L, P, N, V of latent attention (DeepSeek-V2 and V3): latent, rotated, unrotated and value width."""
+MAX_TRITON_HEADS = 32
+"""FlashInfer's latent decode computes 64 rows of heads at a time: with fewer heads most of them are for nothing."""
 MIN_CAPABILITY = (8, 0)
 MAX_IDLE = 4
 SIGN_OF_LIFE_S = 2.0
@@ -65,6 +68,15 @@ class HeadShapes:
     def decodes_on_tensor_cores(self) -> bool:
         """Whether grouped-query decode takes the kernel whose matrices' rows are the query heads of a key head."""
         return self.group > 3
+
+    @property
+    def decodes_latents_with_triton(self) -> bool:
+        """Whether captured latent decodes take Hocket's own kernel (`triton_mla.py`). No GPU has measured it yet, so
+        only where HOCKET_MLA_DECODE asks for it; ConfigError for a value that does not exist."""
+        chosen = envs.MLA_DECODE.get_one_of("auto", "triton", "flashinfer")
+        if self.mla is None:
+            return False
+        return chosen == "triton" or (chosen == "auto" and self.num_heads <= MAX_TRITON_HEADS)
 
     @property
     def unsupported(self) -> str | None:
@@ -168,7 +180,7 @@ class Library:
         self.device = device
         self._heads = heads
         self._module = importlib.import_module("flashinfer")
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._workspaces = [self._floats(self._workspace_bytes())]
         self._idle: deque[WrapperSet] = deque()
 
@@ -232,8 +244,8 @@ class Library:
         """
         heads = self._heads
         if heads.mla is not None:
-            return 2 * self._num_sms * 128 * (heads.mla.kv_lora_rank + 1) * 4
-        return 2 * self._num_sms * heads.group * 128 * (heads.head_dim + 1) * 4
+            return 2 * self.num_sms * 128 * (heads.mla.kv_lora_rank + 1) * 4
+        return 2 * self.num_sms * heads.group * 128 * (heads.head_dim + 1) * 4
 
     def _decode_floats(self, num_rows: int) -> torch.Tensor:
         """Room for a captured decode of `num_rows` rows, which always splits contexts; the largest is kept and shared.
@@ -242,7 +254,7 @@ class Library:
         """
         heads = self._heads
         tile = 16 if heads.group <= 16 else 64 if heads.group <= 64 else 128
-        tiles = max(2 * self._num_sms // heads.num_kv_heads, -(-num_rows * heads.group // tile) + num_rows - 1)
+        tiles = max(2 * self.num_sms // heads.num_kv_heads, -(-num_rows * heads.group // tile) + num_rows - 1)
         needed = heads.num_heads * tiles * tile * (heads.head_dim + 1) * 4 + 4096
         if needed > self._workspaces[-1].nbytes:
             self._workspaces.append(self._floats(needed))  # captured graphs may still use the smaller ones

@@ -59,6 +59,19 @@ def backend(request: pytest.FixtureRequest) -> FlashInferAttention:
     return FlashInferAttention(heads, DEVICE)
 
 
+@pytest.fixture(
+    scope="module", params=[(shapes, "flashinfer") for shapes in SHAPES] + [("v2-lite", "triton"), ("v3", "triton")]
+)
+def capturing(request: pytest.FixtureRequest) -> FlashInferAttention:
+    """With either kernel of captured latent decodes."""
+    shapes, kernel = request.param
+    heads = SHAPES[shapes]
+    compile_kernels(heads, DTYPE, DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOCKET_MLA_DECODE", kernel)
+        return FlashInferAttention(heads, DEVICE)
+
+
 @dataclass
 class Data:
     """Random queries, contexts and weights of a step in bf16, rows of padding NaN."""
@@ -186,8 +199,9 @@ def test_nothing_waits_for_the_gpu(backend: FlashInferAttention, kind: str) -> N
 REPLAYS = [[1, 1, 1, 1, 1, 1, 1, 1], [1000, 17, 16, 15, 1, 1, 1, 1], [64, 65, 3, 900, 128, 31, 1, 1], [5] * 8]
 
 
-def test_a_captured_decode_serves_other_requests(backend: FlashInferAttention) -> None:
-    heads, size, most = backend._heads, 16, 1024
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_captured_decode_serves_other_requests(capturing: FlashInferAttention, size: int) -> None:
+    heads, most = capturing._heads, 1024
     steps = [
         Data.draw(heads, Step([n - 1 for n in lens], [1] * 8, size, 0), seed) for seed, lens in enumerate(REPLAYS, 1)
     ]
@@ -197,12 +211,12 @@ def test_a_captured_decode_serves_other_requests(backend: FlashInferAttention) -
     cache = torch.full(shape, NAN, device=DEVICE, dtype=DTYPE)
     query, new = torch.empty_like(steps[0].query), torch.empty_like(steps[0].new)
     kv_b = None if steps[0].kv_b is None else torch.empty_like(steps[0].kv_b)
-    plan = backend.decode_plan(8, most, size, DTYPE, slot_bytes=1)
+    plan = capturing.decode_plan(8, most, size, DTYPE, slot_bytes=1)
 
     def attend() -> Tensor:
         if kv_b is None:
-            return backend.grouped_query(query, new[:, 0], new[:, 1], cache, plan, heads.scale)
-        return backend.latent(query, new, kv_b, cache, plan, heads.scale)
+            return capturing.grouped_query(query, new[:, 0], new[:, 1], cache, plan, heads.scale)
+        return capturing.latent(query, new, kv_b, cache, plan, heads.scale)
 
     def load(data: Data) -> None:
         cache.fill_(NAN)
@@ -211,7 +225,7 @@ def test_a_captured_decode_serves_other_requests(backend: FlashInferAttention) -
         new.copy_(data.new)
         if kv_b is not None:
             kv_b.copy_(data.kv_b)
-        backend.update(plan, data.meta)
+        capturing.update(plan, data.meta)
 
     load(steps[0])
     attend()
@@ -225,13 +239,13 @@ def test_a_captured_decode_serves_other_requests(backend: FlashInferAttention) -
         check(out.clone(), data)
 
 
-def test_a_plan_is_changed_while_the_gpu_is_behind(backend: FlashInferAttention) -> None:
+def test_a_plan_is_changed_while_the_gpu_is_behind(capturing: FlashInferAttention) -> None:
     """Updates follow each other without a wait: no plan's memory on the host is written before it was copied."""
-    heads = backend._heads
+    heads = capturing._heads
     steps = [Data.draw(heads, Step([n - 1 for n in lens], [1] * 8, 16, 0), seed) for seed, lens in enumerate(REPLAYS)]
-    plan = backend.decode_plan(8, 1024, 16, DTYPE, slot_bytes=1)
-    backend.update(plan, steps[0].meta)
-    steps[0].attend(backend, plan)
+    plan = capturing.decode_plan(8, 1024, 16, DTYPE, slot_bytes=1)
+    capturing.update(plan, steps[0].meta)
+    steps[0].attend(capturing, plan)
     torch.cuda.synchronize()
     slots = torch.zeros(8, dtype=torch.int64, pin_memory=True)  # the caller's, written anew for each step
     metas = [dataclasses.replace(data.meta, slot_mapping=slots) for data in steps]
@@ -240,8 +254,8 @@ def test_a_plan_is_changed_while_the_gpu_is_behind(backend: FlashInferAttention)
     for data, meta, own in zip(steps * 2, metas * 2, own_slots * 2, strict=True):
         torch.cuda._sleep(2_000_000)
         slots.copy_(own)
-        backend.update(plan, meta)
+        capturing.update(plan, meta)
         slots.fill_(-1)
-        found.append(data.attend(backend, plan))
+        found.append(data.attend(capturing, plan))
     for out, data in zip(found, steps * 2, strict=True):
         check(out, data)

@@ -28,7 +28,7 @@ from hocket.attention.registry import SdpaAttention, attention_backend
 from hocket.config.model import MLAConfig, ModelConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.errors import BackendUnavailable
+from hocket.errors import BackendUnavailable, ConfigError
 from hocket.layers.rotary import softmax_scale
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -189,6 +189,23 @@ def test_a_captured_plan_serves_other_requests_on_the_same_addresses(
         torch.testing.assert_close(found, expected, atol=5e-6, rtol=0)
     assert addresses == {name: x.data_ptr() for name, x in plan.buffers.device.items()}
     assert plan.write_slots.data_ptr() == addresses["slots"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_heads", "expected"),
+    [(None, 16, False), ("flashinfer", 16, False), ("triton", 128, True), ("auto", 32, True), ("auto", 64, False)],
+)
+def test_whose_kernel_decodes_latents(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, num_heads: int, expected: bool
+) -> None:
+    monkeypatch.delenv("HOCKET_MLA_DECODE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("HOCKET_MLA_DECODE", asked)
+    assert heads(num_heads=num_heads, mla=MLA).decodes_latents_with_triton == expected
+    assert not heads(num_heads=num_heads).decodes_latents_with_triton
+    monkeypatch.setenv("HOCKET_MLA_DECODE", "fa2")
+    with pytest.raises(ConfigError, match="auto, triton, flashinfer"):
+        _ = heads(num_heads=num_heads, mla=MLA).decodes_latents_with_triton
 
 
 def test_a_captured_plan_has_a_fixed_number_of_rows(stand_in: None) -> None:
