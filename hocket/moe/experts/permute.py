@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hocket.launch import Launch, launches
+
 BLOCK_SLOTS = 128
 BLOCK_COLUMNS = 1024
 _COUNTS_AT_ONCE = 4096
@@ -80,19 +82,16 @@ def _int32_on(like: Tensor) -> Callable[[int], Tensor]:
 
 def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
     """Two kernels: count each expert's slots in each block of slots, then give every slot its place."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     ids = local_ids.reshape(-1)
-    num_slots, num_experts = len(ids), len(places.rows_of_expert)
-    num_blocks = -(-num_slots // BLOCK_SLOTS)
-    bins = max(32, 1 << num_experts.bit_length())
-    counts = ids.new_empty(num_blocks, bins, dtype=torch.int32)
-    kernels.count_slots[(num_blocks,)](ids, counts, num_slots, num_experts, bins, BLOCK_SLOTS)
     tiles = places if isinstance(places, Tiles) else None
-    tiles_at_once = 64 if entries == 1 else 16
-    max_tiles = tiles.max_tiles if tiles else 0
+    num_slots, max_tiles = len(ids), tiles.max_tiles if tiles else 0
+    shape, count, place = _place_launches(
+        num_slots, len(places.rows_of_expert), max_tiles, tile_rows, expert_rows, entries
+    )
+    counts = ids.new_empty(shape, dtype=torch.int32)
+    count(ids, counts)
     unused = places.place_of_slot
-    kernels.place_slots[(max(num_blocks, -(-max_tiles // tiles_at_once)),)](
+    place(
         ids,
         counts,
         places.place_of_slot,
@@ -101,6 +100,24 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         tiles.rows_of_tile if tiles else unused,
         tiles.num_tiles if tiles else unused,
         places.rows_of_expert,
+    )
+
+
+@launches
+def _place_launches(
+    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
+) -> tuple[tuple[int, int], Launch, Launch]:
+    """Shape of the counts, and the two launches."""
+    from hocket.moe.experts.kernels import permute as kernels
+
+    num_blocks = -(-num_slots // BLOCK_SLOTS)
+    bins = max(32, 1 << num_experts.bit_length())
+    constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": BLOCK_SLOTS}
+    count = Launch(kernels.count_slots, (num_blocks,), num_slots, **constants)
+    tiles_at_once = 64 if entries == 1 else 16
+    place = Launch(
+        kernels.place_slots,
+        (max(num_blocks, -(-max_tiles // tiles_at_once)),),
         num_slots,
         num_blocks,
         max_tiles,
@@ -113,33 +130,45 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         BLOCK=BLOCK_SLOTS,
         CHUNK=max(1, _COUNTS_AT_ONCE // bins),
     )
+    return (num_blocks, bins), count, place
 
 
-def row_alignment(x: Tensor) -> int:
-    """The largest power of two up to 16 that divides the distance of x's rows, in elements."""
-    return math.gcd(x.stride(0), 16)
+def row_alignment(stride: int) -> int:
+    """The largest power of two up to 16 that divides the distance of rows, in elements."""
+    return math.gcd(stride, 16)
 
 
 def scatter_rows(x: Tensor, places: Places, top_k: int) -> Tensor:
     """x [N, D] (rows may be strided) → [P, D]: each slot's row at its place; what else is there is undefined."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     width = x.shape[1]
     out = x.new_empty(places.num_places, width)
-    grid = len(places.place_of_slot), -(-width // BLOCK_COLUMNS)
-    kernels.scatter_rows[grid](x, x.stride(0), out, places.place_of_slot, top_k, width, row_alignment(x), BLOCK_COLUMNS)
+    _scatter_launch(len(places.place_of_slot), width, x.stride(0), top_k)(x, out, places.place_of_slot)
     return out
+
+
+@launches
+def _scatter_launch(num_slots: int, width: int, stride: int, top_k: int) -> Launch:
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_slots, -(-width // BLOCK_COLUMNS)
+    constants = {"TOP_K": top_k, "D": width, "ALIGN": row_alignment(stride), "BLOCK": BLOCK_COLUMNS}
+    return Launch(kernels.scatter_rows, grid, stride, **constants)
 
 
 def silu_and_mul_rows(gate_up: Tensor, places: Places) -> Tensor:
     """gate_up [P, 2 I] → [P, I] at the places that are taken; what else is there is undefined."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     inter = gate_up.shape[1] // 2
     out = gate_up.new_empty(places.num_places, inter)
-    grid = len(places.place_of_slot), -(-inter // BLOCK_COLUMNS)
-    kernels.silu_and_mul_rows[grid](gate_up, out, places.place_of_slot, inter, BLOCK_COLUMNS)
+    _silu_launch(len(places.place_of_slot), inter)(gate_up, out, places.place_of_slot)
     return out
+
+
+@launches
+def _silu_launch(num_slots: int, inter: int) -> Launch:
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_slots, -(-inter // BLOCK_COLUMNS)
+    return Launch(kernels.silu_and_mul_rows, grid, INTER=inter, BLOCK=BLOCK_COLUMNS)
 
 
 def gather_sum(rows: Tensor, places: Places, weights: Tensor) -> Tensor:
@@ -147,12 +176,17 @@ def gather_sum(rows: Tensor, places: Places, weights: Tensor) -> Tensor:
 
     A row without a slot anywhere is zero.
     """
-    from hocket.moe.experts.kernels import permute as kernels
-
     num_rows, top_k = weights.shape
     width = rows.shape[1]
     out = rows.new_empty(num_rows, width)
-    kernels.gather_sum[(num_rows, -(-width // BLOCK_COLUMNS))](
-        rows, places.place_of_slot, weights, *weights.stride(), out, top_k, width, BLOCK_COLUMNS
-    )
+    _gather_launch(num_rows, width, top_k, weights.stride())(rows, places.place_of_slot, weights, out)
     return out
+
+
+@launches
+def _gather_launch(num_rows: int, width: int, top_k: int, strides: tuple[int, ...]) -> Launch:
+    """strides: of the weights."""
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_rows, -(-width // BLOCK_COLUMNS)
+    return Launch(kernels.gather_sum, grid, *strides, TOP_K=top_k, D=width, BLOCK=BLOCK_COLUMNS)
