@@ -7,7 +7,6 @@ Shapes: N rows, K top-k, S = N · K slots, E local experts, D columns, P places 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -50,16 +49,17 @@ def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_
     max_tiles = num_slots // tile_rows + min(num_experts, num_slots)
     num_places = max_tiles * tile_rows
     entries = tile_rows if expert_per_place else 1
-    empty = _int32_on(local_ids)
+    sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
+    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(local_ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
-        place_of_slot=empty(num_slots),
-        rows_of_expert=empty(num_experts),
-        slot_of_place=empty(num_places),
+        place_of_slot=place_of_slot,
+        rows_of_expert=rows_of_expert,
+        slot_of_place=slot_of_place,
         max_tiles=max_tiles,
-        expert_of_tile=empty(max_tiles * entries),
-        rows_of_tile=empty(max_tiles),
-        num_tiles=empty(1),
+        expert_of_tile=expert_of_tile,
+        rows_of_tile=rows_of_tile,
+        num_tiles=num_tiles,
     )
     _place(local_ids, tiles, tile_rows=tile_rows, entries=entries)
     return tiles
@@ -70,14 +70,15 @@ def masked_places_of(local_ids: Tensor, num_experts: int, expert_rows: int) -> P
 
     The caller knows that no expert has more than expert_rows slots.
     """
-    empty = _int32_on(local_ids)
-    places = Places(num_experts * expert_rows, empty(local_ids.numel()), empty(num_experts))
+    places = Places(num_experts * expert_rows, *_int32(local_ids, local_ids.numel(), num_experts))
     _place(local_ids, places, expert_rows=expert_rows)
     return places
 
 
-def _int32_on(like: Tensor) -> Callable[[int], Tensor]:
-    return lambda size: torch.empty(size, device=like.device, dtype=torch.int32)
+def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """int32 tensors of these sizes, not set, in one piece of memory: each begins at a multiple of 16 bytes."""
+    steps = [step for size in sizes for step in (size, -size % 4)]
+    return torch.empty(sum(steps), device=like.device, dtype=torch.int32).split_with_sizes(steps)[::2]
 
 
 def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
