@@ -55,7 +55,7 @@ def attend_expanded(query: Tensor, context: Tensor, kv_b: Tensor, wrapper: Any, 
     """query [R, H, N + P] over keys and values made of latents [S, L + P] → out [R, H, V]."""
     num_heads, width, latent_width = kv_b.shape
     plain = query.shape[2] - (context.shape[1] - latent_width)
-    expanded = F.linear(context[:, :latent_width], kv_b.flatten(0, 1)).view(-1, num_heads, width)
+    expanded = F.linear(context[:, :latent_width], kv_b.flatten(0, 1)).view(context.shape[0], num_heads, width)
     shared = context[:, None, latent_width:].expand(-1, num_heads, -1)
     key = torch.cat((expanded[..., :plain], shared), dim=-1)
     wrapper.run(query, key, expanded[..., plain:], out=out)

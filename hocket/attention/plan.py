@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hocket.attention.base import AttentionMetadata
+from hocket.host import sent
 
 MAX_TILE_ROWS = 1024
 MAX_GATHERED_BYTES = 256 << 20
@@ -171,7 +172,7 @@ def context_slots(meta: AttentionMetadata, requests: list[int], length: int, blo
     device = meta.block_table.device
     table, seq_lens = meta.block_table, meta.seq_lens
     if requests != list(range(len(meta.seq_lens_cpu))):
-        picked = torch.tensor(requests, dtype=torch.int64, device=device)
+        picked = sent(requests, torch.int64, device)
         table, seq_lens = table.index_select(0, picked), seq_lens.index_select(0, picked)
     positions = torch.arange(length, dtype=torch.int64, device=device)
     hidden = positions >= seq_lens[:, None]
@@ -184,4 +185,4 @@ def _as_rows(rows: list[int], device: torch.device) -> Rows:
     """A slice where the rows are consecutive (no copy), else their indices."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return sent(rows, torch.int64, device)

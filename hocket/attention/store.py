@@ -10,33 +10,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.launch import Launch, launches
+
 
 def store_kv(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Store key and value [T, G, C], a row's heads beside each other, at `slots`, int64, of the first rows.
 
     Slot −1: nowhere. Of rows with the same slot one stays. cache [2, blocks, block_size, G, C].
     """
-    keys, values = cache.flatten(1, 2).flatten(2).unbind(0)
+    keys, values = cache.unbind(0)
     _store(slots, keys, key.flatten(1), values, value.flatten(1))
 
 
 def store_latent(cache: Tensor, latent: Tensor, slots: Tensor) -> None:
     """Store latent rows [T, width] at `slots` in the same way; cache [blocks, block_size, width]."""
-    rows = cache.flatten(0, 1)
-    _store(slots, rows, latent, rows, None)
+    _store(slots, cache, latent, cache, None)
 
 
 def _store(slots: Tensor, first: Tensor, x: Tensor, second: Tensor, y: Tensor | None) -> None:
-    """Rows of x [T, width] to `first` [slots, width], and of y, if there is one, to `second`."""
+    """Rows of x [T, width] to `first` [blocks, block_size, …], and of y, if there is one, to `second`."""
     if len(slots) == 0:
         return
-    assert x.stride(1) == 1
-    assert y is None or y.stride(1) == 1
+    block, slot = first.stride()[:2]
+    assert block == slot * first.shape[1], "slots must lie together"
     other = x if y is None else y
-    width = x.shape[1]
-    grid = (len(slots), 1 if y is None else 2)
-    strides = first.stride(0), x.stride(0), other.stride(0)
-    _store_rows[grid](slots, first, x, second, other, *strides, WIDTH=width, BLOCK=triton.next_power_of_2(width))
+    (x_stride, x_step), (y_stride, y_step) = x.stride(), other.stride()
+    assert x_step == y_step == 1
+    launch = _store_launch(len(slots), x.shape[1], (slot, x_stride, y_stride), y is not None)
+    launch(slots, first, x, second, other)
+
+
+@launches
+def _store_launch(num_slots: int, width: int, strides: tuple[int, int, int], has_second: bool) -> Launch:
+    grid = (num_slots, 1 + has_second)
+    return Launch(_store_rows, grid, *strides, WIDTH=width, BLOCK=int(triton.next_power_of_2(width)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

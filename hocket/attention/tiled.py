@@ -23,6 +23,7 @@ from hocket.attention.mla import absorbed
 from hocket.attention.plan import MAX_GATHERED_BYTES, Plan, context_slots, writes
 from hocket.attention.sdpa import gather_rows
 from hocket.cache.storage import write_kv, write_latent
+from hocket.host import sent
 from hocket.layers.kernels import TiledKernels
 from hocket.trace import spans
 from hocket.trace.spans import Stage
@@ -156,4 +157,4 @@ def _group(meta: AttentionMetadata, tile: int, parts: Sequence[Part], block_size
 def _indices(starts: Iterator[int], parts: Sequence[Part], device: torch.device) -> Tensor:
     """int64 [N]: `count` numbers from each part's start on."""
     numbers = [start + i for start, part in zip(starts, parts, strict=True) for i in range(part.count)]
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+    return sent(numbers, torch.int64, device)

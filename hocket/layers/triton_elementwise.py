@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.launch import Launch, launches
+
 ELEMENTS_PER_WARP = 512
 MAX_WARPS = 16
 SILU_BLOCK = 1024
@@ -45,35 +47,36 @@ def _silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     """x [T, N] (rows may lie apart), residual [T, N] → (norm of residual + x, residual + x or None)."""
     num_rows, width = x.shape
-    assert x.stride(1) == 1
+    stride, step = x.stride()
+    assert step == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = None
     if residual is not None:
         residual = residual.contiguous()
         total = torch.empty_like(out)
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(num_rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        total,
-        x.stride(0),
-        width,
-        eps,
-        HAS_RESIDUAL=residual is not None,
-        BLOCK=block,
-        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
-    )
+    _rms_norm_launch(num_rows, width, stride, eps, residual is not None)(x, residual, weight, out, total)
     return out, total
+
+
+@launches
+def _rms_norm_launch(num_rows: int, width: int, stride: int, eps: float, has_residual: bool) -> Launch:
+    block = triton.next_power_of_2(width)
+    num_warps = min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS)
+    constants = {"HAS_RESIDUAL": has_residual, "BLOCK": block, "num_warps": num_warps}
+    return Launch(_rms_norm_kernel, (num_rows,), stride, width, eps, **constants)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2N] (rows may lie apart) → [T, N]."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
+    stride, step = gate_up.stride()
+    assert step == 1
     out = gate_up.new_empty(num_rows, width)
-    block = min(triton.next_power_of_2(width), SILU_BLOCK)
-    grid = (num_rows, triton.cdiv(width, block))
-    _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK=block)
+    _silu_mul_launch(num_rows, width, stride)(gate_up, out)
     return out
+
+
+@launches
+def _silu_mul_launch(num_rows: int, width: int, stride: int) -> Launch:
+    block = min(triton.next_power_of_2(width), SILU_BLOCK)
+    return Launch(_silu_mul_kernel, (num_rows, triton.cdiv(width, block)), stride, width, BLOCK=block)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.launch import Launch, launches
 from hocket.layers.rotary import Rotation
 
 MAX_HEADS = 16
@@ -169,35 +170,45 @@ def latent_rows(
     """As `Kernels.latent_rows`; a contiguous q is rotated where it lies, another is copied on the way."""
     num_rows, num_heads, head_width = q.shape
     width, rotated = compressed.shape[1], k_rot.shape[1]
-    assert q.stride()[1:] == (head_width, 1)
-    assert compressed.stride(1) == k_rot.stride(1) == 1
+    strides = q.stride(), compressed.stride(), k_rot.stride()
+    assert strides[0][1:] == (head_width, 1)
+    assert strides[1][1] == strides[2][1] == 1
     query = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
     latent = q.new_empty(num_rows, width + rotated)
-    heads, plain = _heads_of_program(num_heads), head_width - rotated
-    _latent_rows_kernel[(num_rows, triton.cdiv(num_heads, heads) + 1)](
-        q,
-        query,
-        compressed,
-        k_rot,
-        weight,
-        rotation.angles,
-        latent,
-        q.stride(0),
-        compressed.stride(0),
-        k_rot.stride(0),
-        num_heads,
-        plain,
-        rotated // 2,
-        width,
-        eps,
-        INTERLEAVED=rotation.is_interleaved,
-        COPY=query is not q,
-        HEADS=heads,
-        PLAIN=triton.next_power_of_2(plain),
-        HALF=triton.next_power_of_2(rotated // 2),
-        WIDTH=triton.next_power_of_2(width),
-    )
+    widths = head_width - rotated, rotated // 2, width
+    rows_apart = strides[0][0], strides[1][0], strides[2][0]
+    launch = _latent_rows_launch(num_rows, num_heads, widths, rows_apart, eps, rotation.is_interleaved, query is not q)
+    launch(q, query, compressed, k_rot, weight, rotation.angles, latent)
     return query, latent
+
+
+@launches
+def _latent_rows_launch(
+    num_rows: int,
+    num_heads: int,
+    widths: tuple[int, int, int],
+    strides: tuple[int, int, int],
+    eps: float,
+    is_interleaved: bool,
+    copies: bool,
+) -> Launch:
+    """widths: N, P / 2, L; strides: of rows of q, the latents and the rotated keys."""
+    heads = _heads_of_program(num_heads)
+    plain, half, width = (int(triton.next_power_of_2(n)) for n in widths)
+    return Launch(
+        _latent_rows_kernel,
+        (num_rows, triton.cdiv(num_heads, heads) + 1),
+        *strides,
+        num_heads,
+        *widths,
+        eps,
+        INTERLEAVED=is_interleaved,
+        COPY=copies,
+        HEADS=heads,
+        PLAIN=plain,
+        HALF=half,
+        WIDTH=width,
+    )
 
 
 def normed_heads(
@@ -205,29 +216,42 @@ def normed_heads(
 ) -> tuple[Tensor, Tensor]:
     """As `Kernels.normed_heads`; rows may lie apart, the results are contiguous."""
     (num_rows, num_heads, width), num_key_heads = query.shape, key.shape[1]
-    assert query.stride()[1:] == key.stride()[1:] == (width, 1)
+    query_stride, key_stride = query.stride(), key.stride()
+    assert query_stride[1:] == key_stride[1:] == (width, 1)
     q_out = torch.empty_like(query, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(key, memory_format=torch.contiguous_format)
+    rows_apart = query_stride[0], key_stride[0]
+    launch = _normed_heads_launch(
+        num_rows, num_heads, num_key_heads, width // 2, rows_apart, eps, rotation.is_interleaved
+    )
+    launch(query, key, q_out, k_out, q_weight, k_weight, rotation.angles)
+    return q_out, k_out
+
+
+@launches
+def _normed_heads_launch(
+    num_rows: int,
+    num_heads: int,
+    num_key_heads: int,
+    half: int,
+    strides: tuple[int, int],
+    eps: float,
+    is_interleaved: bool,
+) -> Launch:
+    """half: C / 2; strides: of rows of queries and of keys."""
     heads = _heads_of_program(max(num_heads, num_key_heads))
-    _normed_heads_kernel[(num_rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_key_heads, heads))](
-        query,
-        key,
-        q_out,
-        k_out,
-        q_weight,
-        k_weight,
-        rotation.angles,
-        query.stride(0),
-        key.stride(0),
+    return Launch(
+        _normed_heads_kernel,
+        (num_rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_key_heads, heads)),
+        *strides,
         num_heads,
         num_key_heads,
-        width // 2,
+        half,
         eps,
-        INTERLEAVED=rotation.is_interleaved,
+        INTERLEAVED=is_interleaved,
         HEADS=heads,
-        HALF=triton.next_power_of_2(width // 2),
+        HALF=int(triton.next_power_of_2(half)),
     )
-    return q_out, k_out
 
 
 def _heads_of_program(num_heads: int) -> int:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hocket.config.moe import MoEConfig
+from hocket.launch import Launch, launches
 from hocket.layers.routing import DROPPED, NORM_EPS, limits_groups
 
 TILE = 64
@@ -166,16 +167,22 @@ def route(
     num_splits, num_rows, num_experts = logits.shape
     weights = torch.empty(num_rows, config.top_k, dtype=torch.float32, device=x.device)
     ids = torch.empty(num_rows, config.top_k, dtype=torch.int64, device=x.device)
+    launch = _choose_launch(num_splits, num_rows, num_experts, config, bias is not None, is_padding is not None)
+    launch(logits, bias, is_padding, weights, ids)
+    return weights, ids
+
+
+@launches
+def _choose_launch(
+    num_splits: int, num_rows: int, num_experts: int, config: MoEConfig, has_bias: bool, has_padding: bool
+) -> Launch:
     limit, num_groups = NO_LIMIT, 1
     if limits_groups(config):
         limit, num_groups = (BEST_TWO if config.topk_method == "noaux_tc" else BEST), config.num_groups
     group_width = num_experts // num_groups
-    _choose_kernel[(num_rows,)](
-        logits,
-        bias,
-        is_padding,
-        weights,
-        ids,
+    return Launch(
+        _choose_kernel,
+        (num_rows,),
         num_rows,
         config.routed_scaling_factor,
         NORM_EPS,
@@ -187,43 +194,51 @@ def route(
         TOP_K=config.top_k,
         SIGMOID=config.scoring == "sigmoid",
         NORMALISE=config.norm_topk_prob,
-        HAS_BIAS=bias is not None,
-        HAS_PADDING=is_padding is not None,
+        HAS_BIAS=has_bias,
+        HAS_PADDING=has_padding,
         DROPPED=DROPPED,
         GROUPS=triton.next_power_of_2(num_groups),
         WIDTH=triton.next_power_of_2(group_width),
         SLOTS=triton.next_power_of_2(config.top_k),
         num_warps=1,
     )
-    return weights, ids
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, D] · weight [E, D]ᵀ as fp32 [S, T, E], to be summed over S, which depends on shapes alone."""
     (num_rows, width), num_experts = x.shape, weight.shape[0]
-    assert x.stride(1) == 1
+    stride, step = x.stride()
+    assert step == 1
+    num_splits, launch = _logits_launch(num_rows, num_experts, width, stride, x.dtype, weight.dtype)
+    logits = torch.empty(num_splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
+    launch(x, weight, logits)
+    return logits
+
+
+@launches
+def _logits_launch(
+    num_rows: int, num_experts: int, width: int, stride: int, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> tuple[int, Launch]:
+    """S, and the launch."""
     rows = min(max(int(triton.next_power_of_2(num_rows)), LEAST_ROWS), TILE)
     tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_experts, TILE)
     num_splits = _num_splits(tiles[0] * tiles[1], width)
-    logits = torch.empty(num_splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
     num_pieces = 0
-    if x.dtype == torch.bfloat16:
-        num_pieces = {torch.float32: 3, torch.bfloat16: 1}.get(weight.dtype, 0)
-    _logits_kernel[(*tiles, num_splits)](
-        x,
-        weight,
-        logits,
+    if dtype == torch.bfloat16:
+        num_pieces = {torch.float32: 3, torch.bfloat16: 1}.get(weight_dtype, 0)
+    return num_splits, Launch(
+        _logits_kernel,
+        (*tiles, num_splits),
         num_rows,
         num_experts,
         width,
-        x.stride(0),
+        stride,
         triton.cdiv(triton.cdiv(width, num_splits), TILE) * TILE,
         NUM_PIECES=num_pieces,
         ROWS=rows,
         EXPERTS=TILE,
         INNER=TILE,
     )
-    return logits
 
 
 def _num_splits(num_tiles: int, width: int) -> int:

@@ -57,10 +57,11 @@ class LatentAttention(Attention):
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
         mla = self.mla
-        q, compressed, k_rot = self.qkv_a(x).split((self.q_a_width, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        widths = self.q_a_width, mla.kv_lora_rank, mla.qk_rope_head_dim
+        q, compressed, k_rot = self.qkv_a(x).split_with_sizes(widths, dim=-1)
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
-        q = q.unflatten(-1, (self.num_heads, mla.qk_head_dim))
+        q = q.view(q.shape[0], self.num_heads, mla.qk_head_dim)
         norm = self.kv_a_norm
         query, latent = self.backends.kernels.latent_rows(q, compressed, k_rot, norm.weight, norm.eps, rotation)
         out: Tensor = self.o(self.backends.attention.latent(query, latent, self._kv_b, cache, plan, self.scale))

@@ -102,7 +102,7 @@ class _Call:
         self._combine: Running[Tensor]
         self._handle: Handle
         self._expert_out: Tensor
-        self._shared: Callable[[], Tensor | None] = lambda: None
+        self._shared: Callable[[], Tensor | None] = _nothing
         self._shared_out: Tensor | None = None
         self.failure: Exception | None = None
 
@@ -148,7 +148,10 @@ class _Call:
     def _compute_shared(self) -> None:
         if self._layer.shared_experts is not None:
             spans.begin(Stage.SHARED)
-            self._shared_out = self._shared()
+            # What is computed there refers to this call: kept, the two would hold the layer's tensors until Python
+            # looks for cycles.
+            compute, self._shared = self._shared, _nothing
+            self._shared_out = compute()
 
     def _attempt(self, compute: Callable[[], Tensor]) -> Tensor | None:
         """What `compute` gives; None after a failure, this one's or an earlier one's."""
@@ -160,6 +163,10 @@ class _Call:
             self.failure = error
             spans.fail()
             return None
+
+
+def _nothing() -> None:
+    return None
 
 
 _STEPS: dict[Stage, Callable[[_Call], None]] = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.attention.base import AttentionMetadata, Sliceable
+from hocket.host import sent
 from hocket.models.base import UBatchInputs
 from hocket.moe.base import TokenLayout
 from hocket.overlap.slices import Cut, UBatchSlice
@@ -51,8 +52,8 @@ def slice_attention(meta: AttentionMetadata, part: UBatchSlice) -> AttentionMeta
     return slice_fields(
         meta,
         part,
-        query_start_loc=torch.tensor(bounds, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_start_loc=sent(bounds, torch.int32, device),
+        seq_lens=sent(seq_lens, torch.int32, device),
         query_start_loc_cpu=tuple(bounds),
         seq_lens_cpu=tuple(seq_lens),
         max_query_len=max((b - a for a, b in pairwise(bounds)), default=0),

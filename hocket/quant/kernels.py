@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.launch import Launch, launches
 from hocket.quant.fp8 import BLOCK, DTYPE, LARGEST, SCALE_ROWS, SMALLEST_MAX, blocks, empty_row_scales
 
 GROUPS = 8
 """Blocks of a row that one program quantises."""
+_CONSTANTS = {"groups": GROUPS, "block": BLOCK, "smallest": SMALLEST_MAX, "largest": LARGEST}
 
 
 @triton.jit
@@ -124,22 +126,18 @@ def _launch_places(
     scales = torch.empty(shape, device=x.device, dtype=torch.float32)
     if num_rows:
         slots = len(place_of_slot) // num_rows
-        _quantize_to_places[(num_rows, triton.cdiv(num_groups, GROUPS))](
-            x,
-            place_of_slot,
-            out,
-            scales,
-            x.stride(0),
-            num_groups,
-            rows_of_group,
-            is_gated,
-            slots,
-            GROUPS,
-            BLOCK,
-            SMALLEST_MAX,
-            LARGEST,
-        )
+        launch = _places_launch(num_rows, num_groups, x.stride(0), rows_of_group, is_gated, slots)
+        launch(x, place_of_slot, out, scales)
     return out, scales.transpose(1, 2)
+
+
+@launches
+def _places_launch(
+    num_rows: int, num_groups: int, stride: int, rows_of_group: int, is_gated: bool, slots: int
+) -> Launch:
+    grid = num_rows, triton.cdiv(num_groups, GROUPS)
+    numbers = stride, num_groups, rows_of_group
+    return Launch(_quantize_to_places, grid, *numbers, is_gated=is_gated, slots=slots, **_CONSTANTS)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,8 +157,11 @@ def _launch(x: Tensor, width: int, *, is_gated: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty(num_rows, width, device=x.device, dtype=DTYPE)
     scales = empty_row_scales(num_rows, width, x.device)
     if num_rows:
-        grid = (num_rows, triton.cdiv(num_groups, GROUPS))
-        _quantize_rows[grid](
-            x, out, scales, x.stride(0), scales.stride(1), num_groups, is_gated, GROUPS, BLOCK, SMALLEST_MAX, LARGEST
-        )
+        _rows_launch(num_rows, num_groups, x.stride(0), scales.stride(1), is_gated)(x, out, scales)
     return out, scales
+
+
+@launches
+def _rows_launch(num_rows: int, num_groups: int, stride: int, scale_stride: int, is_gated: bool) -> Launch:
+    grid = num_rows, triton.cdiv(num_groups, GROUPS)
+    return Launch(_quantize_rows, grid, stride, scale_stride, num_groups, is_gated=is_gated, **_CONSTANTS)

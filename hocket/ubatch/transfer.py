@@ -51,7 +51,7 @@ class Running(Generic[T]):
         context = self._context
         span = None if context is None else context.track.launched(self._stage, part)
         pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}")
-        if context is not None and isinstance(pending, Done):
+        if context is not None and type(pending) is Done:
             context.exposed_ns += pending.stopped_ns - pending.started_ns
         if span is not None:
             self._recorded.append((span, pending))

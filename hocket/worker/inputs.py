@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.attention.base import AttentionMetadata
+from hocket.host import sent
 from hocket.models.base import UBatchInputs
 from hocket.moe.base import TokenLayout
 from hocket.request import Request
@@ -67,11 +68,11 @@ class HostInputs:
     def metadata(self, device: torch.device) -> AttentionMetadata:
         block_table = torch.from_numpy(self.block_table)
         return AttentionMetadata(
-            query_start_loc=_tensor(self.query_start, device),
-            seq_lens=_tensor(self.seq_lens, device),
-            block_table=block_table.to(device, non_blocking=True),
+            query_start_loc=sent(self.query_start, torch.int32, device),
+            seq_lens=sent(self.seq_lens, torch.int32, device),
+            block_table=sent(self.block_table, torch.int32, device),
             block_table_cpu=block_table,
-            slot_mapping=_tensor(self.slots, device),
+            slot_mapping=sent(self.slots, torch.int64, device),
             query_start_loc_cpu=tuple(self.query_start.tolist()),
             seq_lens_cpu=tuple(self.seq_lens.tolist()),
             max_query_len=self.max_query_len,
@@ -93,15 +94,15 @@ def build_inputs(
     num_padded_max: tokens of the rank that has most. last_ids: int64, what `sources` point into, on `device`.
     """
     host = HostInputs.of(batch, block_size, sources)
-    token_ids = _tensor(host.token_ids, device)
+    token_ids = sent(host.token_ids, torch.int64, device)
     if host.sources is not None:
         assert last_ids is not None
-        token_ids = fill_in(token_ids, _tensor(host.sources, device), last_ids)
+        token_ids = fill_in(token_ids, sent(host.sources, torch.int64, device), last_ids)
     num_tokens = host.num_tokens
     layout = TokenLayout(num_tokens=num_tokens, num_padded=num_tokens, is_padding=None, num_padded_max=num_padded_max)
     return UBatchInputs(
         token_ids=token_ids,
-        positions=_tensor(host.positions, device),
+        positions=sent(host.positions, torch.int64, device),
         attention=host.metadata(device),
         layout=layout,
     )
@@ -139,7 +140,3 @@ def _block_table(batch: Batch, seq_lens: np.ndarray, block_size: int) -> np.ndar
     for i, scheduled in enumerate(batch.requests):
         table[i, : counts[i]] = scheduled.block_ids[: counts[i]]
     return table
-
-
-def _tensor(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)

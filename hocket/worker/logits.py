@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hocket.host import sent
 from hocket.request import Request
 
 _FIRST_WIDTH = 256
@@ -191,13 +192,13 @@ def _index(logits: Tensor, rows: Sequence[tuple[int, Iterable[int]]]) -> tuple[T
 
 def _spread(values: Tensor, rows: Sequence[tuple[int, set[int] | Counter[int]]]) -> Tensor:
     """One value per row -> one per element of `_index(rows)`."""
-    repeats = torch.tensor([len(ids) for _, ids in rows], dtype=torch.int64, device=values.device)
-    return values.repeat_interleave(repeats)
+    repeats = [len(ids) for _, ids in rows]
+    return values.repeat_interleave(_ids(values, repeats), output_size=sum(repeats))
 
 
 def _ids(like: Tensor, values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return sent(values, torch.int64, like.device)
 
 
 def _floats(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+    return sent(values, like.dtype, like.device)

@@ -15,6 +15,7 @@ from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.config.engine import EngineConfig
 from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
+from hocket.host import sent
 from hocket.models.backends import backends_for, check_batch_invariance
 from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
@@ -200,12 +201,12 @@ class Runner:
         rows = [end - 1 for end, scheduled in ends if scheduled.needs_sample]
         sampled = hidden
         if len(rows) != hidden.shape[0]:
-            sampled = hidden[torch.tensor(rows, dtype=torch.int64).to(hidden.device, non_blocking=True)]
+            sampled = hidden[sent(rows, torch.int64, hidden.device)]
         logits = self.model.compute_logits(sampled)
         prompt_rows = self._prompt_logprobs.rows(batch, starts)
         if not prompt_rows:
             return logits, None
-        picked = hidden[torch.tensor(prompt_rows, dtype=torch.int64, device=hidden.device)]
+        picked = hidden[sent(prompt_rows, torch.int64, hidden.device)]
         return logits, self.model.compute_logits(picked)
 
     def _to_host(self, ids: Tensor) -> HostIds:

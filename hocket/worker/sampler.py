@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import HocketError
+from hocket.host import sent
 from hocket.outputs import TokenLogprobs
 from hocket.request import Request
 from hocket.worker.logits import filter_logits, is_processed, process_logits
@@ -89,7 +90,7 @@ def _draw_into(
     drawing, lengths = [requests[i] for i in rows], [num_output_tokens[i] for i in rows]
     if len(rows) == len(requests):
         return draw(logits.clone(), drawing, lengths)
-    at = torch.tensor(rows, dtype=torch.int64, device=logits.device)
+    at = sent(rows, torch.int64, logits.device)
     return ids.index_copy(0, at, draw(logits[at], drawing, lengths))
 
 
@@ -101,10 +102,10 @@ def draw(logits: Tensor, requests: Sequence[Request], num_output_tokens: Sequenc
     """
     filter_logits(logits, requests)
     num_ids = logits.shape[1]
-    keys = torch.tensor(
+    keys = sent(
         [stream_key(request.seed, length) for request, length in zip(requests, num_output_tokens, strict=True)],
-        dtype=torch.int64,
-        device=logits.device,
+        torch.int64,
+        logits.device,
     )
     step = max(1, _NOISE_ELEMENTS // num_ids)
     for begin in range(0, len(requests), step):

@@ -25,6 +25,7 @@ LAYERS = [
     ("hocket.cache.storage",),
     ("hocket.layers",),
     ("hocket.quant",),
+    ("hocket.host", "hocket.launch"),
     ("hocket.ubatch",),
     (
         "hocket.overlap.vote",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ from hocket.config.backends import CPU_EXPERTS
 from hocket.config.moe import MoEConfig
 from hocket.dist.mesh import Mesh
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
+from hocket.layers.mlp import GatedMLP
 from hocket.moe.base import TokenLayout
 from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
@@ -185,3 +187,19 @@ def test_the_factory_checks_what_it_is_given(caplog: pytest.LogCaptureFixture) -
 def test_placement_needs_no_torch() -> None:
     code = "import sys, hocket.moe.placement; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+@torch.no_grad()
+def test_a_call_leaves_no_cycles() -> None:
+    """What only Python's collector finds would hold a layer's tensors, on a GPU too, until it runs."""
+    mlp = GatedMLP(HIDDEN, 16, device=CPU, dtype=torch.float32)
+    layer = make(MOE, shared=mlp)
+    x, layout_of_x = torch.randn(5, HIDDEN), layout(5)
+    layer(x, layout_of_x)
+    gc.collect()
+    gc.disable()
+    try:
+        layer(x, layout_of_x)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

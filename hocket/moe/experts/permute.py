@@ -7,11 +7,12 @@ Shapes: N rows, K top-k, S = N · K slots, E local experts, D columns, P places 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hocket.launch import Launch, launches
 
 BLOCK_SLOTS = 128
 BLOCK_COLUMNS = 1024
@@ -48,16 +49,17 @@ def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_
     max_tiles = num_slots // tile_rows + min(num_experts, num_slots)
     num_places = max_tiles * tile_rows
     entries = tile_rows if expert_per_place else 1
-    empty = _int32_on(local_ids)
+    sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
+    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(local_ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
-        place_of_slot=empty(num_slots),
-        rows_of_expert=empty(num_experts),
-        slot_of_place=empty(num_places),
+        place_of_slot=place_of_slot,
+        rows_of_expert=rows_of_expert,
+        slot_of_place=slot_of_place,
         max_tiles=max_tiles,
-        expert_of_tile=empty(max_tiles * entries),
-        rows_of_tile=empty(max_tiles),
-        num_tiles=empty(1),
+        expert_of_tile=expert_of_tile,
+        rows_of_tile=rows_of_tile,
+        num_tiles=num_tiles,
     )
     _place(local_ids, tiles, tile_rows=tile_rows, entries=entries)
     return tiles
@@ -68,31 +70,29 @@ def masked_places_of(local_ids: Tensor, num_experts: int, expert_rows: int) -> P
 
     The caller knows that no expert has more than expert_rows slots.
     """
-    empty = _int32_on(local_ids)
-    places = Places(num_experts * expert_rows, empty(local_ids.numel()), empty(num_experts))
+    places = Places(num_experts * expert_rows, *_int32(local_ids, local_ids.numel(), num_experts))
     _place(local_ids, places, expert_rows=expert_rows)
     return places
 
 
-def _int32_on(like: Tensor) -> Callable[[int], Tensor]:
-    return lambda size: torch.empty(size, device=like.device, dtype=torch.int32)
+def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    """int32 tensors of these sizes, not set, in one piece of memory: each begins at a multiple of 16 bytes."""
+    steps = [step for size in sizes for step in (size, -size % 4)]
+    return torch.empty(sum(steps), device=like.device, dtype=torch.int32).split_with_sizes(steps)[::2]
 
 
 def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
     """Two kernels: count each expert's slots in each block of slots, then give every slot its place."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     ids = local_ids.reshape(-1)
-    num_slots, num_experts = len(ids), len(places.rows_of_expert)
-    num_blocks = -(-num_slots // BLOCK_SLOTS)
-    bins = max(32, 1 << num_experts.bit_length())
-    counts = ids.new_empty(num_blocks, bins, dtype=torch.int32)
-    kernels.count_slots[(num_blocks,)](ids, counts, num_slots, num_experts, bins, BLOCK_SLOTS)
     tiles = places if isinstance(places, Tiles) else None
-    tiles_at_once = 64 if entries == 1 else 16
-    max_tiles = tiles.max_tiles if tiles else 0
+    num_slots, max_tiles = len(ids), tiles.max_tiles if tiles else 0
+    shape, count, place = _place_launches(
+        num_slots, len(places.rows_of_expert), max_tiles, tile_rows, expert_rows, entries
+    )
+    counts = ids.new_empty(shape, dtype=torch.int32)
+    count(ids, counts)
     unused = places.place_of_slot
-    kernels.place_slots[(max(num_blocks, -(-max_tiles // tiles_at_once)),)](
+    place(
         ids,
         counts,
         places.place_of_slot,
@@ -101,6 +101,24 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         tiles.rows_of_tile if tiles else unused,
         tiles.num_tiles if tiles else unused,
         places.rows_of_expert,
+    )
+
+
+@launches
+def _place_launches(
+    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
+) -> tuple[tuple[int, int], Launch, Launch]:
+    """Shape of the counts, and the two launches."""
+    from hocket.moe.experts.kernels import permute as kernels
+
+    num_blocks = -(-num_slots // BLOCK_SLOTS)
+    bins = max(32, 1 << num_experts.bit_length())
+    constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": BLOCK_SLOTS}
+    count = Launch(kernels.count_slots, (num_blocks,), num_slots, **constants)
+    tiles_at_once = 64 if entries == 1 else 16
+    place = Launch(
+        kernels.place_slots,
+        (max(num_blocks, -(-max_tiles // tiles_at_once)),),
         num_slots,
         num_blocks,
         max_tiles,
@@ -113,33 +131,45 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         BLOCK=BLOCK_SLOTS,
         CHUNK=max(1, _COUNTS_AT_ONCE // bins),
     )
+    return (num_blocks, bins), count, place
 
 
-def row_alignment(x: Tensor) -> int:
-    """The largest power of two up to 16 that divides the distance of x's rows, in elements."""
-    return math.gcd(x.stride(0), 16)
+def row_alignment(stride: int) -> int:
+    """The largest power of two up to 16 that divides the distance of rows, in elements."""
+    return math.gcd(stride, 16)
 
 
 def scatter_rows(x: Tensor, places: Places, top_k: int) -> Tensor:
     """x [N, D] (rows may be strided) → [P, D]: each slot's row at its place; what else is there is undefined."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     width = x.shape[1]
     out = x.new_empty(places.num_places, width)
-    grid = len(places.place_of_slot), -(-width // BLOCK_COLUMNS)
-    kernels.scatter_rows[grid](x, x.stride(0), out, places.place_of_slot, top_k, width, row_alignment(x), BLOCK_COLUMNS)
+    _scatter_launch(len(places.place_of_slot), width, x.stride(0), top_k)(x, out, places.place_of_slot)
     return out
+
+
+@launches
+def _scatter_launch(num_slots: int, width: int, stride: int, top_k: int) -> Launch:
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_slots, -(-width // BLOCK_COLUMNS)
+    constants = {"TOP_K": top_k, "D": width, "ALIGN": row_alignment(stride), "BLOCK": BLOCK_COLUMNS}
+    return Launch(kernels.scatter_rows, grid, stride, **constants)
 
 
 def silu_and_mul_rows(gate_up: Tensor, places: Places) -> Tensor:
     """gate_up [P, 2 I] → [P, I] at the places that are taken; what else is there is undefined."""
-    from hocket.moe.experts.kernels import permute as kernels
-
     inter = gate_up.shape[1] // 2
     out = gate_up.new_empty(places.num_places, inter)
-    grid = len(places.place_of_slot), -(-inter // BLOCK_COLUMNS)
-    kernels.silu_and_mul_rows[grid](gate_up, out, places.place_of_slot, inter, BLOCK_COLUMNS)
+    _silu_launch(len(places.place_of_slot), inter)(gate_up, out, places.place_of_slot)
     return out
+
+
+@launches
+def _silu_launch(num_slots: int, inter: int) -> Launch:
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_slots, -(-inter // BLOCK_COLUMNS)
+    return Launch(kernels.silu_and_mul_rows, grid, INTER=inter, BLOCK=BLOCK_COLUMNS)
 
 
 def gather_sum(rows: Tensor, places: Places, weights: Tensor) -> Tensor:
@@ -147,12 +177,17 @@ def gather_sum(rows: Tensor, places: Places, weights: Tensor) -> Tensor:
 
     A row without a slot anywhere is zero.
     """
-    from hocket.moe.experts.kernels import permute as kernels
-
     num_rows, top_k = weights.shape
     width = rows.shape[1]
     out = rows.new_empty(num_rows, width)
-    kernels.gather_sum[(num_rows, -(-width // BLOCK_COLUMNS))](
-        rows, places.place_of_slot, weights, *weights.stride(), out, top_k, width, BLOCK_COLUMNS
-    )
+    _gather_launch(num_rows, width, top_k, weights.stride())(rows, places.place_of_slot, weights, out)
     return out
+
+
+@launches
+def _gather_launch(num_rows: int, width: int, top_k: int, strides: tuple[int, ...]) -> Launch:
+    """strides: of the weights."""
+    from hocket.moe.experts.kernels import permute as kernels
+
+    grid = num_rows, -(-width // BLOCK_COLUMNS)
+    return Launch(kernels.gather_sum, grid, *strides, TOP_K=top_k, D=width, BLOCK=BLOCK_COLUMNS)

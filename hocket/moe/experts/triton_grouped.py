@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hocket.launch import Launch, launches
 from hocket.moe.base import check_ids
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
@@ -56,69 +57,84 @@ def grouped_mlp(
     num_sms: int | None = None,
 ) -> Tensor:
     """`Experts.forward` for weights w13 [E, 2 I, D] and w2 [E, D, I] with the given block sizes; N and E at least 1."""
-    from hocket.moe.experts.kernels import grouped_gemm as kernels
-
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden_size, inter = w2.shape
     tiles = permute.tiles_of(local_ids, num_experts, config.block_m)
     sms = num_sms or _num_sms(x.device)
+    tma = _uses_tma(w13, config.gate_up), _uses_tma(w2, config.down)
+    gate_up, down = _launches(config, tiles.max_tiles, sms, hidden_size, inter, x.stride(0), local_ids.shape[1], tma)
     hidden = x.new_empty(tiles.num_places, inter)
-    kernels.gate_up[_grid(config.gate_up, tiles, inter, sms)](
-        x,
-        _weights(w13, config.gate_up),
-        hidden,
-        tiles.slot_of_place,
-        tiles.expert_of_tile,
-        tiles.rows_of_tile,
-        tiles.num_tiles,
-        x.stride(0),
-        TOP_K=local_ids.shape[1],
-        D=hidden_size,
-        INTER=inter,
-        ALIGN=permute.row_alignment(x),
-        **_blocks(config.block_m, config.gate_up, w13),
-    )
+    of_tiles = tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_tiles
+    if tma[0]:
+        gate_up.by_triton(x, _descriptor(w13, config.gate_up), hidden, tiles.slot_of_place, *of_tiles)
+    else:
+        gate_up(x, w13, hidden, tiles.slot_of_place, *of_tiles)
     out = x.new_empty(tiles.num_places, hidden_size)
-    kernels.down[_grid(config.down, tiles, hidden_size, sms)](
-        hidden,
-        _weights(w2, config.down),
-        out,
-        tiles.expert_of_tile,
-        tiles.rows_of_tile,
-        tiles.num_tiles,
-        D=hidden_size,
-        INTER=inter,
-        **_blocks(config.block_m, config.down, w2),
-    )
+    if tma[1]:
+        down.by_triton(hidden, _descriptor(w2, config.down), out, *of_tiles)
+    else:
+        down(hidden, w2, out, *of_tiles)
     return permute.gather_sum(out, tiles, weights)
 
 
-def _grid(config: GemmConfig, tiles: permute.Tiles, columns: int, num_sms: int) -> tuple[int]:
+@launches
+def _launches(
+    config: TileConfig,
+    max_tiles: int,
+    num_sms: int,
+    hidden_size: int,
+    inter: int,
+    stride: int,
+    top_k: int,
+    tma: tuple[bool, bool],
+) -> tuple[Launch, Launch]:
+    """gate_up and down. stride: of x's rows; tma: whether the weights of each are read by the copy unit."""
+    from hocket.moe.experts.kernels import grouped_gemm as kernels
+
+    gate_up = Launch(
+        kernels.gate_up,
+        _grid(config.gate_up, max_tiles, inter, num_sms),
+        stride,
+        TOP_K=top_k,
+        D=hidden_size,
+        INTER=inter,
+        ALIGN=permute.row_alignment(stride),
+        **_blocks(config.block_m, config.gate_up, tma[0]),
+    )
+    down = Launch(
+        kernels.down,
+        _grid(config.down, max_tiles, hidden_size, num_sms),
+        D=hidden_size,
+        INTER=inter,
+        **_blocks(config.block_m, config.down, tma[1]),
+    )
+    return gate_up, down
+
+
+def _grid(config: GemmConfig, max_tiles: int, columns: int, num_sms: int) -> tuple[int]:
     """Programs: no more than there can be blocks."""
-    return (min(num_sms * config.programs_per_sm, tiles.max_tiles * -(-columns // config.block_n)),)
+    return (min(num_sms * config.programs_per_sm, max_tiles * -(-columns // config.block_n)),)
 
 
 def _uses_tma(weights: Tensor, config: GemmConfig) -> bool:
     return config.use_tma and weights.stride(1) * weights.element_size() % _TMA_BYTES == 0
 
 
-def _weights(weights: Tensor, config: GemmConfig) -> Any:
-    """[E, rows, columns] as the kernels take it."""
-    if not _uses_tma(weights, config):
-        return weights
+def _descriptor(weights: Tensor, config: GemmConfig) -> Any:
+    """[E, rows, columns] as the copy unit takes it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(weights.flatten(0, 1), [config.block_n, config.block_k])
 
 
-def _blocks(block_m: int, config: GemmConfig, weights: Tensor) -> dict[str, int]:
+def _blocks(block_m: int, config: GemmConfig, use_tma: bool) -> dict[str, int]:
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP": config.group,
         "STAGES": config.num_stages,
-        "USE_TMA": _uses_tma(weights, config),
+        "USE_TMA": use_tma,
         "num_warps": config.num_warps,
     }
 

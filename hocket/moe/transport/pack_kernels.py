@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hocket.launch import Launch, launches
+
 BLOCK_COLUMNS = 1024
 BLOCK_SLOTS = 256
 
@@ -24,20 +26,36 @@ def pack(
     ids [N, K] and weights [N, K], N ≤ M: the rows past N get zeros and ids of `dropped`."""
     row_x, row_ids, row_weights = parts
     num_rows, width = row_x.shape
-    grid = num_rows, max(1, -(-width // BLOCK_COLUMNS))
     if num_rows:
-        top_k = weights.shape[1]
-        _pack[grid](
-            *_with_strides(row_x, row_ids, row_weights, x, ids, weights),
-            x.shape[0],
-            number,
-            DROPPED=dropped,
-            D=width,
-            TOP_K=top_k,
-            SLOTS=1 << top_k.bit_length(),
-            ALIGN=math.gcd(row_x.stride(0), x.stride(0), 16),
-            BLOCK=BLOCK_COLUMNS,
+        strides = (
+            *row_x.stride(),
+            *row_ids.stride(),
+            *row_weights.stride(),
+            *x.stride(),
+            *ids.stride(),
+            *weights.stride(),
         )
+        launch = _pack_launch(num_rows, x.shape[0], width, weights.shape[1], dropped, strides)
+        launch(row_x, row_ids, row_weights, x, ids, weights, changing=(number,))
+
+
+@launches
+def _pack_launch(
+    num_rows: int, num_real: int, width: int, top_k: int, dropped: int, strides: tuple[int, ...]
+) -> Launch:
+    """strides: of rows and within them, of each tensor in order."""
+    return Launch(
+        _pack,
+        (num_rows, max(1, -(-width // BLOCK_COLUMNS))),
+        *strides,
+        num_real,
+        DROPPED=dropped,
+        D=width,
+        TOP_K=top_k,
+        SLOTS=1 << top_k.bit_length(),
+        ALIGN=math.gcd(strides[0], strides[6], 16),
+        BLOCK=BLOCK_COLUMNS,
+    )
 
 
 def local_ids(ids: Tensor, local_id_of: Tensor) -> Tensor:
@@ -46,40 +64,40 @@ def local_ids(ids: Tensor, local_id_of: Tensor) -> Tensor:
     num_rows, top_k = ids.shape
     out = torch.empty(num_rows, top_k, device=ids.device, dtype=torch.int64)
     if out.numel():
-        grid = (-(-out.numel() // BLOCK_SLOTS),)
-        _local_ids[grid](ids, *ids.stride(), local_id_of, out, out.numel(), top_k, len(local_id_of) - 1, BLOCK_SLOTS)
+        _local_ids_launch(num_rows, top_k, len(local_id_of) - 1, ids.stride())(ids, local_id_of, out)
     return out
 
 
-def _with_strides(*tensors: Tensor) -> list[Tensor | int]:
-    listed: list[Tensor | int] = []
-    for tensor in tensors:
-        listed += [tensor, *tensor.stride()]
-    return listed
+@launches
+def _local_ids_launch(num_rows: int, top_k: int, num_experts: int, strides: tuple[int, ...]) -> Launch:
+    num_slots = num_rows * top_k
+    grid = (-(-num_slots // BLOCK_SLOTS),)
+    constants = {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK": BLOCK_SLOTS}
+    return Launch(_local_ids, grid, *strides, num_slots, **constants)
 
 
 @triton.jit(do_not_specialize=["number"])
 def _pack(
     row_x,
+    row_ids,
+    row_weights,
+    x,
+    ids,
+    weights,
+    number,
     row_x_stride,
     row_x_step,
-    row_ids,
     row_ids_stride,
     row_ids_step,
-    row_weights,
     row_weights_stride,
     row_weights_step,
-    x,
     x_stride,
     x_step,
-    ids,
     ids_stride,
     ids_step,
-    weights,
     weights_stride,
     weights_step,
     num_rows,
-    number,
     DROPPED: tl.constexpr,
     D: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -106,10 +124,10 @@ def _pack(
 @triton.jit
 def _local_ids(
     ids,
-    ids_stride,
-    ids_step,
     local_id_of,
     out,
+    ids_stride,
+    ids_step,
     num_slots,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,

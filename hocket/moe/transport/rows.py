@@ -8,6 +8,7 @@ Results that travel back are rows of K = 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,17 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+@cache
+def _layout(hidden_size: int, top_k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int, int]:
+    """In bytes of a row: where x ends, where ids and number begin and end, the same of the weights, and all."""
+    x_end = hidden_size * dtype.itemsize
+    ids_at = _align(x_end)
+    ids_end = ids_at + (top_k + 1) * SLOT_BYTES
+    weights_at = _align(ids_end)
+    weights_end = weights_at + top_k * SLOT_BYTES
+    return x_end, ids_at, ids_end, weights_at, weights_end, _align(weights_end)
+
+
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """The layout of rows for one hidden size, dtype and top-k."""
@@ -33,8 +45,7 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        sizes = self.hidden_size * self.dtype.itemsize, (self.top_k + 1) * SLOT_BYTES, self.top_k * SLOT_BYTES
-        return sum(map(_align, sizes))
+        return _layout(self.hidden_size, self.top_k, self.dtype)[-1]
 
     def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int, number: int = 0) -> Tensor:
         """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes]; rows past N are zeros with ids of -1."""
@@ -79,11 +90,9 @@ class RowFormat:
         return self._views(rows)[1][:, -1]
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_bytes, slot_bytes = self.hidden_size * self.dtype.itemsize, self.top_k * SLOT_BYTES
-        ids_at, id_bytes = _align(x_bytes), slot_bytes + SLOT_BYTES
-        weights_at = ids_at + _align(id_bytes)
+        x_end, ids_at, ids_end, weights_at, weights_end, _ = _layout(self.hidden_size, self.top_k, self.dtype)
         return (
-            rows[:, :x_bytes].view(self.dtype),
-            rows[:, ids_at : ids_at + id_bytes].view(torch.int32),
-            rows[:, weights_at : weights_at + slot_bytes].view(torch.float32),
+            rows[:, :x_end].view(self.dtype),
+            rows[:, ids_at:ids_end].view(torch.int32),
+            rows[:, weights_at:weights_end].view(torch.float32),
         )

@@ -97,7 +97,7 @@ def place_slots(
 
 @triton.jit
 def scatter_rows(
-    x, x_stride, out, place_of_slot, TOP_K: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+    x, out, place_of_slot, x_stride, TOP_K: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """x [N, D], rows x_stride apart, a multiple of ALIGN → out [P, D]: each slot's row at its place."""
     slot = tl.program_id(0)
@@ -127,9 +127,9 @@ def gather_sum(
     rows,
     place_of_slot,
     weights,
+    out,
     weights_row_stride,
     weights_slot_stride,
-    out,
     TOP_K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
