@@ -57,6 +57,11 @@ MLA_DECODE = Variable(
     meaning="what captured latent decodes run with: flashinfer; triton: Hocket's own kernel, which no GPU has measured "
     "yet; auto: the latter for few heads",
 )
+KEEP_KERNELS = Variable(
+    name="HOCKET_KEEP_KERNELS",
+    default="0",
+    meaning="1: repeated launches of Triton kernels skip what Triton works out at each (not measured on a GPU yet)",
+)
 SHARED_EXPERTS_STREAM = Variable(
     name="HOCKET_SHARED_EXPERTS_STREAM",
     default="1",

@@ -7,11 +7,13 @@ than many kernels run. A `Launch` keeps the compiled kernel and gives it address
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hocket.envs import KEEP_KERNELS
 
 launches = lru_cache(maxsize=4096)
 """Decorates a function from shapes, strides and the like to the Launch for them."""
@@ -21,6 +23,12 @@ _stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream"
 _UNALIGNED = 15
 """Bits of an address that are 0 where the kernel compiled for aligned memory may be used: Triton compiles another one
 for addresses that are no multiple of 16."""
+
+
+@cache
+def keeps_kernels() -> bool:
+    """Whether repeated launches skip Triton's own work; not the default before a GPU has measured it."""
+    return KEEP_KERNELS.get_int(0) == 1
 
 
 class Launch:
@@ -53,10 +61,10 @@ class Launch:
                 addresses.append(address)
                 key.append(x.dtype)
         kind = tuple(key)
-        found = self._known.get(kind)
+        found = self._known.get(kind) if keeps_kernels() else None
         if found is None or bits & _UNALIGNED:
             compiled = self.by_triton(first, *others, *changing)
-            if compiled is not None and not bits & _UNALIGNED:
+            if compiled is not None and keeps_kernels() and not bits & _UNALIGNED:
                 self._known[kind] = self._prepared(compiled, len(addresses) + len(changing))
         else:
             run, grid, handle, rest = found

@@ -19,6 +19,12 @@ GPU = torch.device("cuda")
 SLEEP_CYCLES = 500_000_000
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with HOCKET_KEEP_KERNELS=1."""
+    monkeypatch.setattr("hocket.launch.keeps_kernels", lambda: True)
+
+
 @triton.jit(do_not_specialize=["bonus"])
 def _add(x, y, out, bonus, count, factor, HAS_Y: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -9,10 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.launch import Launch
+from hocket.launch import Launch, keeps_kernels
 
 ROOM = torch.zeros(64)
 ALIGNED, BESIDE = ROOM[:8], ROOM[1:9]
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with HOCKET_KEEP_KERNELS=1."""
+    monkeypatch.setattr("hocket.launch.keeps_kernels", lambda: True)
 
 
 class Kernel:
@@ -99,3 +105,16 @@ def test_the_interpreter_is_always_asked() -> None:
     for _ in range(3):
         launch(ALIGNED, ALIGNED, changing=(3,))
     assert len(kernel.by_triton) == 3
+
+
+def test_not_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.launch.keeps_kernels", keeps_kernels)
+    monkeypatch.delenv("HOCKET_KEEP_KERNELS", raising=False)
+    keeps_kernels.cache_clear()
+    kernel = Kernel()
+    launch = Launch(kernel, (5, 2), 24, 1e-6, A=7, B=True)
+    for _ in range(3):
+        launch(ALIGNED, ALIGNED, changing=(1,))
+    assert len(kernel.by_triton) == 3
+    assert not kernel.compiled
+    keeps_kernels.cache_clear()
