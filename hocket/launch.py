@@ -6,6 +6,7 @@ than many kernels run. A `Launch` keeps the compiled kernel and gives it address
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from hocket.envs import KEEP_KERNELS
 
+TRITON = "3.6."
+"""Versions whose compiled kernels are launched as here; with another one all launches are Triton's own."""
 launches = lru_cache(maxsize=4096)
 """Decorates a function from shapes, strides and the like to the Launch for them."""
 _Compiled = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
@@ -28,7 +31,8 @@ for addresses that are no multiple of 16."""
 @cache
 def keeps_kernels() -> bool:
     """Whether repeated launches skip Triton's own work; not the default before a GPU has measured it."""
-    return KEEP_KERNELS.get_int(0) == 1
+    version = getattr(sys.modules.get("triton"), "__version__", TRITON)
+    return KEEP_KERNELS.get_int(0) == 1 and str(version).startswith(TRITON)
 
 
 class Launch:
@@ -49,6 +53,9 @@ class Launch:
 
     def __call__(self, first: Tensor, *others: Tensor | None, changing: tuple[int, ...] = ()) -> None:
         """Launch it on the current stream of the device."""
+        if not keeps_kernels():
+            self.by_triton(first, *others, *changing)
+            return
         device, bits = first.get_device(), first.data_ptr()
         addresses, key = [bits], [device, first.dtype]
         for x in others:
@@ -61,10 +68,10 @@ class Launch:
                 addresses.append(address)
                 key.append(x.dtype)
         kind = tuple(key)
-        found = self._known.get(kind) if keeps_kernels() else None
+        found = self._known.get(kind)
         if found is None or bits & _UNALIGNED:
             compiled = self.by_triton(first, *others, *changing)
-            if compiled is not None and keeps_kernels() and not bits & _UNALIGNED:
+            if compiled is not None and not bits & _UNALIGNED:
                 self._known[kind] = self._prepared(compiled, len(addresses) + len(changing))
         else:
             run, grid, handle, rest = found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,9 +109,13 @@ def test_the_interpreter_is_always_asked() -> None:
     assert len(kernel.by_triton) == 3
 
 
-def test_not_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("asked", "version"), [("0", "3.6.0"), ("1", "4.0.0")])
+def test_not_unless_asked_for_and_with_a_known_triton(
+    asked: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hocket.launch.keeps_kernels", keeps_kernels)
-    monkeypatch.delenv("HOCKET_KEEP_KERNELS", raising=False)
+    monkeypatch.setenv("HOCKET_KEEP_KERNELS", asked)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
     keeps_kernels.cache_clear()
     kernel = Kernel()
     launch = Launch(kernel, (5, 2), 24, 1e-6, A=7, B=True)
