@@ -24,6 +24,8 @@ class Experts(nn.Module, ABC):
     name: ClassVar[str]
     captures: ClassVar[bool] = False
     """Whether a CUDA graph can hold it: the host never waits for the device."""
+    num_sms: int | None = None
+    """How many multiprocessors the products may take where the backend can be told, None for all."""
 
     def __init__(
         self,

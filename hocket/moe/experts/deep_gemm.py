@@ -7,15 +7,13 @@ Shapes: N rows, D hidden, I intermediate, E local experts, K top-k, P places, M 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from hocket.moe.base import check_ids
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
+from hocket.quant import fp8
 
 WIDTH_MULTIPLE = 64
 """DeepGEMM reads so many columns at a time."""
@@ -27,17 +25,11 @@ MASKED_ALIGN = 128
 
 class DeepGemmExperts(Experts):
     """Up to MASKED_MAX_ROWS rows each expert has places for all of them (masked GEMMs), above experts stand one behind
-    the other (contiguous GEMMs). A row names an expert at most once.
-
-    num_sms: how many multiprocessors the GEMMs may take, None for all. A row's slots are summed in their order.
+    the other (contiguous GEMMs). A row names an expert at most once; its slots are summed in their order.
     """
 
     name = "deep_gemm"
     captures = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_sms: int | None = None
 
     @classmethod
     def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
@@ -55,46 +47,37 @@ class DeepGemmExperts(Experts):
         if local_ids.numel() == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
         x = x if x.stride(1) == 1 else x.contiguous()
-        if len(x) <= MASKED_MAX_ROWS:
-            places, gemm = self._masked(local_ids)
-        else:
-            places, gemm = self._contiguous(local_ids)
-        _limit_sms(self.num_sms)
-        gate_up = gemm(permute.scatter_rows(x, places, local_ids.shape[1]), self.w13)
-        return permute.gather_sum(gemm(permute.silu_and_mul_rows(gate_up, places), self.w2), places, weights)
-
-    def _masked(self, local_ids: Tensor) -> tuple[permute.Places, Callable[[Tensor, Tensor], Tensor]]:
-        import deep_gemm
-
-        num_experts = self.num_local_experts
-        most = -(-len(local_ids) // MASKED_ALIGN) * MASKED_ALIGN
-        places = permute.masked_places_of(local_ids, num_experts, most)
+        places = places_of(local_ids, self.num_local_experts, is_masked=len(x) <= MASKED_MAX_ROWS)
         expected = max(1, round(self.rows_per_expert(local_ids)))
+        fp8.limit_sms(self.num_sms)
+        gate_up = self._product(permute.scatter_rows(x, places, local_ids.shape[1]), places, self.w13, expected)
+        hidden = permute.silu_and_mul_rows(gate_up, places)
+        return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)
 
-        def gemm(rows: Tensor, weight: Tensor) -> Tensor:
-            out = rows.new_empty(num_experts, most, weight.shape[1])
-            grouped = rows.view(num_experts, most, -1)
-            deep_gemm.m_grouped_bf16_gemm_nt_masked(grouped, weight, out, places.rows_of_expert, expected)
-            return out.view(num_experts * most, -1)
-
-        return places, gemm
-
-    def _contiguous(self, local_ids: Tensor) -> tuple[permute.Places, Callable[[Tensor, Tensor], Tensor]]:
+    def _product(self, rows: Tensor, places: permute.Places, weight: Tensor, expected_rows: int) -> Tensor:
+        """rows [P, in] → [P, out]."""
         import deep_gemm
 
-        align = deep_gemm.get_mk_alignment_for_contiguous_layout()
-        places = permute.tiles_of(local_ids, self.num_local_experts, align, expert_per_place=True)
-
-        def gemm(rows: Tensor, weight: Tensor) -> Tensor:
-            out = rows.new_empty(len(rows), weight.shape[1])
+        out = rows.new_empty(len(rows), weight.shape[1])
+        if isinstance(places, permute.Tiles):
             deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, weight, out, places.expert_of_tile)
             return out
+        grouped, grouped_out = (x.view(self.num_local_experts, -1, x.shape[1]) for x in (rows, out))
+        deep_gemm.m_grouped_bf16_gemm_nt_masked(grouped, weight, grouped_out, places.rows_of_expert, expected_rows)
+        return out
 
-        return places, gemm
 
-
-def _limit_sms(num_sms: int | None) -> None:
-    """DeepGEMM keeps this number for the process: it is set before every use."""
+def places_of(local_ids: Tensor, num_experts: int, *, is_masked: bool) -> permute.Places:
+    """Where DeepGEMM's products want each slot's row: is_masked: in places for all rows at every expert, else experts
+    one behind the other, as Tiles. local_ids int64 [N, K], each row with an expert at most once."""
+    if is_masked:
+        return permute.masked_places_of(local_ids, num_experts, masked_rows(len(local_ids)))
     import deep_gemm
 
-    deep_gemm.set_num_sms(num_sms or torch.cuda.get_device_properties().multi_processor_count)
+    step = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    return permute.tiles_of(local_ids, num_experts, step, expert_per_place=True)
+
+
+def masked_rows(num_rows: int) -> int:
+    """Places of one expert in the masked layout."""
+    return -(-num_rows // MASKED_ALIGN) * MASKED_ALIGN

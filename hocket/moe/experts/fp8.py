@@ -5,56 +5,39 @@ Shapes: T rows, D hidden, I intermediate, E local experts, K top-k. Formats: qua
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from hocket.moe.base import check_ids, is_on_host
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
+from hocket.moe.experts.deep_gemm import masked_rows, places_of
 from hocket.quant import fp8
 
 MASKED_ROWS = 16384
 """Up to so many rows, counted as if all T rows chose each of the experts, every expert gets a fixed place for T rows:
 no rows are read or computed beyond those that are there. Above it, experts' rows lie one after the other."""
-MASKED_STEP = 128
-"""A fixed place is a multiple of so many rows: the larger of DeepGEMM's tiles there, which are written whole."""
 
 
 class Fp8Experts(Experts):
     """`w13` e4m3 [E, 2I, D] and `w2` e4m3 [E, D, I] with fp32 scales per 128 × 128 block. D and I: multiples of 128.
 
     Rows are quantised before both products. A row's slots are summed in fp32 in their order; it names an expert at most
-    once. num_sms: how many multiprocessors the products may take, None for all.
+    once.
     """
 
     name = "deep_gemm_fp8"
     captures = True
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        hidden_act: str = "silu",
-        num_experts: int | None = None,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            num_local_experts,
-            hidden_size,
-            intermediate_size,
-            hidden_act=hidden_act,
-            num_experts=num_experts,
-            device=device,
-            dtype=fp8.DTYPE,
-        )
+    def __init__(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, dtype=fp8.DTYPE, **kwargs)
         self.dtype = dtype or torch.get_default_dtype()
-        self.num_sms: int | None = None
+        num_experts, hidden_size, intermediate_size = self.w2.shape
         hidden, width = fp8.blocks(hidden_size), fp8.blocks(intermediate_size)
         for key, shape in (("w13_scale", (2 * width, hidden)), ("w2_scale", (hidden, width))):
-            value = torch.empty(num_local_experts, *shape, device=device, dtype=torch.float32)
+            value = torch.empty(num_experts, *shape, device=self.w2.device, dtype=torch.float32)
             self.register_parameter(key, nn.Parameter(value, requires_grad=False))
         self.w13_scale: nn.Parameter
         self.w2_scale: nn.Parameter
@@ -77,14 +60,10 @@ class Fp8Experts(Experts):
 
     def _places(self, local_ids: Tensor) -> tuple[permute.Places, int]:
         """Where each slot's row goes, and how many rows lie together in one group of scales."""
-        import deep_gemm
-
-        of_expert = -(-len(local_ids) // MASKED_STEP) * MASKED_STEP
-        if self.num_local_experts * of_expert <= MASKED_ROWS:
-            return permute.masked_places_of(local_ids, self.num_local_experts, of_expert), of_expert
-        step = deep_gemm.get_mk_alignment_for_contiguous_layout()
-        tiles = permute.tiles_of(local_ids, self.num_local_experts, step, expert_per_place=True)
-        return tiles, tiles.num_places
+        of_expert = masked_rows(len(local_ids))
+        is_masked = self.num_local_experts * of_expert <= MASKED_ROWS
+        places = places_of(local_ids, self.num_local_experts, is_masked=is_masked)
+        return places, of_expert if is_masked else places.num_places
 
     def _product(
         self, rows: tuple[Tensor, Tensor], places: permute.Places, weight: Tensor, scale: Tensor, expected_rows: int

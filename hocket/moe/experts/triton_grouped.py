@@ -25,15 +25,11 @@ _TMA_BYTES = 16
 class TritonGroupedExperts(Experts):
     """Good at few rows per expert, where reading the weights is all the time there is.
 
-    num_sms: how many multiprocessors the GEMMs may take, None for all. A row's slots are summed in their order.
+    A row's slots are summed in their order.
     """
 
     name = "triton_grouped"
     captures = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.num_sms: int | None = None
 
     @classmethod
     def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
