@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -183,7 +184,7 @@ class RankProcess:
         )
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
-        self._watchdog = Watchdog(self.world.record, config.step_timeout_s, self._end_stuck)
+        self._watchdog = Watchdog(self.world.record, config.step_timeout_s, partial(self._end, self._stuck))
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)
         self.channel.send(Ready(rank=self.rank, info=info))
@@ -192,43 +193,43 @@ class RankProcess:
         """Ends this rank, with a message, if what is done inside takes longer than a graph's capture may."""
         limit_s = config.graphs.capture_timeout_s
 
-        def end() -> None:
-            try:
-                message = f"{what} took more than {limit_s:g} s: raise --capture-timeout, or run with --enforce-eager"
-                stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0])
-                failed = Failed(rank=self.rank, kind=BatonTimeout.__name__, message=message, details="".join(stack))
-                self.channel.send_from_other_thread(failed)
-            finally:
-                os._exit(1)
+        def late() -> Failed:
+            message = f"{what} took more than {limit_s:g} s: raise --capture-timeout, or run with --enforce-eager"
+            return self._failed(BatonTimeout, message, _stack_of(None))
 
-        return time_limit(limit_s, end)
+        return time_limit(limit_s, partial(self._end, late))
 
-    def _end_stuck(self) -> None:
-        """On the watchdog's thread: the step does not get on. Say where it is and end, for nothing else will."""
+    def _end(self, report: Callable[[], Failed]) -> None:
+        """On a thread that watches: say what keeps this rank and end, for nothing else will."""
         try:
-            self._report_stuck()
+            self.channel.send_from_other_thread(report())
         finally:
             os._exit(1)
 
-    def _report_stuck(self) -> None:
+    def _stuck(self) -> Failed:
+        """The step does not get on."""
         assert self.engine is not None
         ubatch, thread = self.engine.runner.executor.holder
-        stack = traceback.extract_stack(sys._current_frames()[thread or threading.main_thread().ident or 0])
+        limit_s = self.engine.config.step_timeout_s
+        stack = _stack_of(thread)
+        if self.engine.runner.waits_for_device:  # a graph's collectives have no limit of their own
+            why = "another rank is late or gone, or a kernel hangs"
+            return self._failed(RankLost, f"its device has not ended a step for {limit_s:g} s: {why}", stack)
         place = f"{stack[-1].name} ({os.path.basename(stack[-1].filename)}:{stack[-1].lineno})"
         who = "it" if ubatch < 0 else f"ubatch {ubatch}"
-        message = f"{who} has computed for {self.engine.config.step_timeout_s:g} s without getting on, in {place}"
-        details = "".join(stack.format())
-        kind = BatonTimeout.__name__
-        if self.engine.runner.waits_for_device:  # a graph's collectives have no limit of their own
-            kind = RankLost.__name__
-            message = (
-                f"its device has not ended a step for {self.engine.config.step_timeout_s:g} s: another rank is late or "
-                "gone, or a kernel hangs"
-            )
-        self.channel.send_from_other_thread(Failed(rank=self.rank, kind=kind, message=message, details=details))
+        message = f"{who} has computed for {limit_s:g} s without getting on, in {place}"
+        return self._failed(BatonTimeout, message, stack)
+
+    def _failed(self, kind: type[HocketError], message: str, stack: traceback.StackSummary) -> Failed:
+        return Failed(rank=self.rank, kind=kind.__name__, message=message, details="".join(stack.format()))
 
     def _progress(self, phase: str, done: int, total: int) -> None:
         self.channel.send(Progress(rank=self.rank, phase=phase, done=done, total=total))
+
+
+def _stack_of(thread: int | None) -> traceback.StackSummary:
+    """Where a thread is; None: the main one."""
+    return traceback.extract_stack(sys._current_frames()[thread or threading.main_thread().ident or 0])
 
 
 def serve(place: Place, address: str | None, startup_timeout_s: float) -> int:

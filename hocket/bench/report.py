@@ -34,8 +34,8 @@ def provenance(bench: str) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
-        "versions": {name: _version(name) for name in PACKAGES}
-        | {name: version for name in GPU_PACKAGES if (version := _version(name)) != UNKNOWN}
+        "versions": {name: package_version(name) or UNKNOWN for name in PACKAGES}
+        | {name: version for name in GPU_PACKAGES if (version := package_version(name))}
         | {"python": platform.python_version()},
     }
 
@@ -106,23 +106,25 @@ def _gpus() -> list[dict[str, Any]]:
         return []
     import torch
 
-    driver = _driver_version()
+    driver = kernel_driver_version() or UNKNOWN
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [{"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": driver} for gpu in found]
 
 
-def _driver_version() -> str:
-    """Of the NVIDIA kernel module: `NVRM version: NVIDIA UNIX … Kernel Module  580.65.06  Release Build …`."""
+def kernel_driver_version() -> str | None:
+    """Of the NVIDIA kernel module: `NVRM version: NVIDIA UNIX … Kernel Module  580.65.06  Release Build …`; None where
+    there is none or it does not say."""
     try:
         line = _DRIVER.read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError):
-        return UNKNOWN
+        return None
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", line)
-    return found[0] if found else UNKNOWN
+    return found[0] if found else None
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str | None:
+    """None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN
+        return None

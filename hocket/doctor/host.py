@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
-from pathlib import Path
 from typing import Any
 
-from hocket.bench.report import cpu_name
+from hocket.bench.report import GPU_PACKAGES, cpu_name, kernel_driver_version, package_version
 
 REQUIRED = (
     "torch",
@@ -25,14 +23,12 @@ REQUIRED = (
     "greenlet",
 )
 """pyproject.toml's dependencies."""
-OPTIONAL = ("triton", "flashinfer-python", "sgl-deep-gemm")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _SMI_LIMIT_S = 10
 
 
 def packages() -> dict[str, str | None]:
     """Version of each package that Hocket needs or can use, None where it is not installed."""
-    return {name: _version(name) for name in (*REQUIRED, *OPTIONAL)}
+    return {name: package_version(name) for name in (*REQUIRED, *GPU_PACKAGES)}
 
 
 def processors() -> dict[str, Any]:
@@ -42,12 +38,8 @@ def processors() -> dict[str, Any]:
 
 def driver_version() -> str | None:
     """Of the NVIDIA driver, None where there is none or it does not say."""
-    try:
-        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _DRIVER.read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    if found is not None:
-        return found.group()
+    if found := kernel_driver_version():
+        return found
     lines = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return lines[0].strip() if lines else None
 
@@ -86,10 +78,3 @@ def _nvidia_smi(*arguments: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hocket import envs
 from hocket.attention.backend import AttentionBackend
-from hocket.attention.registry import SdpaAttention, attention_backend
+from hocket.attention.registry import CPU, SdpaAttention, attention_backend
 from hocket.config.model import ModelConfig
 from hocket.errors import BackendUnavailable
 from hocket.layers.kernels import MAX_ROWS, PLAIN, Kernels, TiledKernels, rows_are_alike
@@ -32,7 +32,6 @@ class Backends:
 
 
 DEFAULT = Backends()
-CPU = torch.device("cpu")
 logger = logging.getLogger(__name__)
 
 

@@ -46,7 +46,15 @@ Table = Sequence[Column]
 INT32_MAX = 0x7FFFFFFF
 
 
-class Reason(IntEnum):
+class _Said(IntEnum):
+    """A reason with a name that counters and logs use."""
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Reason(_Said):
     """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins.
 
     disabled: overlap is off. no_work: it is on, but no rank had anything to run. step_dropped: the step before had
@@ -62,13 +70,8 @@ class Reason(IntEnum):
     NO_WORK = 6
     STEP_DROPPED = 7
 
-    @property
-    def label(self) -> str:
-        """The name that counters and logs use."""
-        return self.name.lower()
 
-
-class GraphReason(IntEnum):
+class GraphReason(_Said):
     """Why a step in which some rank worked ran in a CUDA graph or not. Of several the lowest that refuses is said.
 
     disabled: none were asked for, or nobody had anything to run. eager_forced: none were captured.
@@ -81,11 +84,6 @@ class GraphReason(IntEnum):
     NO_GRAPH_SIZE = 3
     SPLIT = 4
     EAGER_FORCED = 5
-
-    @property
-    def label(self) -> str:
-        """The name that counters and logs use."""
-        return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True)

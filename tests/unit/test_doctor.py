@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import make
 
+from hocket.bench import report
 from hocket.config import backends as names
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -48,7 +49,7 @@ def test_required_packages_are_those_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = {re.match(r"[\w-]+", line).group() for line in project["dependencies"]}  # type: ignore[union-attr]
     assert wanted == set(host.REQUIRED)
-    assert not wanted & set(host.OPTIONAL)
+    assert not wanted & set(report.GPU_PACKAGES)
 
 
 def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -56,7 +57,7 @@ def fake_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(host, "_DRIVER", folder / "absent")
+    monkeypatch.setattr(report, "_DRIVER", folder / "absent")
 
 
 def test_links_and_driver_as_nvidia_smi_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_an_nvidia_smi_that_does_not_work(script: str, tmp_path: Path, monkeypat
 def test_driver_version_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 12.2.0\n")
-    monkeypatch.setattr(host, "_DRIVER", file)
+    monkeypatch.setattr(report, "_DRIVER", file)
     assert host.driver_version() == "580.95.05"
 
 
