@@ -14,6 +14,12 @@ from hocket.llm import LLM
 STEP_TIMEOUT_S = 20.0
 
 
+def poll_to_the_end(llm: LLM) -> None:
+    """Until no request is left; raises what ends the group."""
+    while llm.client.has_unfinished:
+        llm.client.poll(1.0)
+
+
 class Groups:
     """Starts a group of n ranks when it is first asked for, and again when a test has ended it."""
 

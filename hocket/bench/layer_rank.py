@@ -25,10 +25,9 @@ from hocket.errors import HocketError
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.ubatch.transfer import Transfer
-from hocket.worker.graphs import unlimited
+from hocket.worker.graphs import captured, unlimited
 from hocket.worker.runner import Runner
 
-WARM_UPS = 3
 Work = Callable[[], object]
 T = TypeVar("T")
 
@@ -109,7 +108,8 @@ def _timers(
     eager = _not_captured(layer) if orders.use_graphs else list(PARTS)
     timers: dict[str, Callable[[], float]] = {}
     for part, call in work.items():
-        replay = partial(_repeat, call, rounds) if part in eager else _captured(call, rounds).replay
+        calls = partial(_repeat, call, rounds)
+        replay = calls if part in eager else captured(calls).replay
         timers[part] = _by_events(replay, rounds)
     return timers, eager
 
@@ -157,20 +157,6 @@ def _by_events(replay: Work, rounds: int) -> Callable[[], float]:
         return float(start.elapsed_time(stop)) / rounds * 1e3
 
     return us
-
-
-def _captured(call: Work, rounds: int) -> torch.cuda.CUDAGraph:
-    """A graph of `rounds` calls."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _repeat(call, WARM_UPS)
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            _repeat(call, rounds)
-    torch.cuda.current_stream().wait_stream(side)
-    return graph
 
 
 if __name__ == "__main__":

@@ -42,6 +42,22 @@ def unlimited(what: str) -> AbstractContextManager[Any]:
     return nullcontext(what)
 
 
+def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which runs a few times before: then all it needs is compiled and loaded. pool: the memory
+    that it shares with other graphs."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            work()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
 class DecodeGraph:
     """The decode of S rows. After `replay`: `logits` fp32 [S, V] and `ids` int64 [S], the greedy choice (-1: not
     finite), overwritten by the next one.
@@ -66,20 +82,14 @@ class DecodeGraph:
         self._plan = self._attention.decode_plan(
             size, max_model_len, self._block_size, model.dtype, slot_bytes_of(cache)
         )
-        self._graph = torch.cuda.CUDAGraph()
+        self._starts = torch.arange(size + 1, dtype=torch.int32)
+        self._starts_cpu = tuple(range(size + 1))
+        self._graph: torch.cuda.CUDAGraph
 
     def capture(self, pool: Any) -> None:
         """Run the step a few times, then once more while it is recorded. All ranks of an expert group together."""
         self._fill(HostInputs.nothing())
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._run()
-            stream.synchronize()
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._run()
-        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = captured(self._run, pool)
 
     def replay(self, host: HostInputs) -> None:
         """Put the step of `host`, at most S requests of one token each, on the current stream."""
@@ -134,15 +144,14 @@ class DecodeGraph:
         table[:count, : host.block_table.shape[1]] = host.block_table
         seq_lens = np.ones(size, dtype=np.int32)
         seq_lens[:count] = host.seq_lens
-        starts = torch.arange(size + 1, dtype=torch.int32)
         blocks = torch.from_numpy(table)
         return AttentionMetadata(
-            query_start_loc=starts,
+            query_start_loc=self._starts,
             seq_lens=torch.from_numpy(seq_lens),
             block_table=blocks,
             block_table_cpu=blocks,
             slot_mapping=self._slots,
-            query_start_loc_cpu=tuple(range(size + 1)),
+            query_start_loc_cpu=self._starts_cpu,
             seq_lens_cpu=tuple(seq_lens.tolist()),
             max_query_len=1,
             max_seq_len=self._max_model_len,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gloo_groups import Groups
+from gloo_groups import Groups, poll_to_the_end
 from test_launcher import environment, free_port
 
 from hocket.channel.messages import AddRequests
@@ -92,11 +92,6 @@ def test_a_failed_send_leaves_no_trace(
         assert llm.client.num_requests_per_rank() == [0, 0]
         assert llm.client.processor.num_unfinished == 0
         assert [output.outputs[0].token_ids for output in llm.generate([[5, 6], [7]], GREEDY)] == expected
-
-
-def poll_to_the_end(llm: LLM) -> None:
-    while llm.client.has_unfinished:
-        llm.client.poll(1.0)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

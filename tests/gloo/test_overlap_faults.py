@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gloo_groups import poll_to_the_end
 from patched_ranks import patched_ranks
 from planted_steps import LAYER, PLANT_FILE
 
@@ -161,11 +162,6 @@ def poll_until(llm: LLM, path: Path) -> list[RequestOutput]:
         assert time.monotonic() < deadline, f"{path} did not appear"
         found += llm.client.poll(0.01)
     return found
-
-
-def poll_to_the_end(llm: LLM) -> None:
-    while llm.client.has_unfinished:
-        llm.client.poll(1.0)
 
 
 @pytest.mark.parametrize("place", TRANSFERS)

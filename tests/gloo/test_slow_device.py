@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gloo_groups import poll_to_the_end
 from patched_ranks import patched_ranks
 from slow_device import STUCK_FILE
 
@@ -16,11 +17,6 @@ from hocket.config.options import Options
 from hocket.errors import RankLost
 from hocket.llm import LLM
 from hocket.request import SamplingParams
-
-
-def poll_to_the_end(llm: LLM) -> None:
-    while llm.client.has_unfinished:
-        llm.client.poll(1.0)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from answers import greedy, ids_of, prompts
-from gloo_groups import Groups
+from gloo_groups import Groups, poll_to_the_end
 from patched_ranks import patched_environment
 
 from hocket.errors import HocketError, RankLost
@@ -65,11 +65,6 @@ def test_random_tokens_depend_on_the_seed_alone(groups: Groups, checkpoints: Cal
             SamplingParams(temperature=1.0, seed=99 + i, max_tokens=24, ignore_eos=True) for i in range(len(params))
         ]
         assert share_of_equal(ids_of(llm.generate(asked, others, use_tqdm=False)), first) < 0.5
-
-
-def poll_to_the_end(llm: LLM) -> None:
-    while llm.client.has_unfinished:
-        llm.client.poll(1.0)
 
 
 def test_a_killed_rank_is_named(checkpoints: Callable[..., Path]) -> None:
