@@ -53,14 +53,14 @@ KERNELS = Variable(
 )
 MLA_DECODE = Variable(
     name="HOCKET_MLA_DECODE",
-    default="flashinfer",
-    meaning="what captured latent decodes run with: flashinfer; triton: Hocket's own kernel, which no GPU has measured "
-    "yet; auto: the latter for few heads",
+    default="auto",
+    meaning="what captured latent decodes run with: flashinfer; triton: Hocket's own kernel; auto: the latter for few "
+    "heads (up to 32), where it is faster",
 )
 KEEP_KERNELS = Variable(
     name="HOCKET_KEEP_KERNELS",
-    default="0",
-    meaning="1: repeated launches of Triton kernels skip what Triton works out at each (not measured on a GPU yet)",
+    default="1",
+    meaning="0: Triton works out at every launch what repeated launches share (to compare)",
 )
 SHARED_EXPERTS_STREAM = Variable(
     name="HOCKET_SHARED_EXPERTS_STREAM",

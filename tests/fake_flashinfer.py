@@ -237,4 +237,5 @@ def installed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", library)
         patch.setitem(sys.modules, "hocket.attention.store", store)
+        patch.setenv("HOCKET_MLA_DECODE", "flashinfer")
         yield

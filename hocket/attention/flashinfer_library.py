@@ -71,8 +71,8 @@ class HeadShapes:
 
     @property
     def decodes_latents_with_triton(self) -> bool:
-        """Whether captured latent decodes take Hocket's own kernel (`triton_mla.py`). No GPU has measured it yet, so
-        only where HOCKET_MLA_DECODE asks for it; ConfigError for a value that does not exist."""
+        """Whether captured latent decodes take Hocket's own kernel (`triton_mla.py`); ConfigError for a value of
+        HOCKET_MLA_DECODE that does not exist."""
         chosen = envs.MLA_DECODE.get_one_of("auto", "triton", "flashinfer")
         if self.mla is None:
             return False

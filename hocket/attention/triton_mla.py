@@ -3,8 +3,6 @@
 What is launched depends on shapes alone. Kernels read contexts' blocks and lengths where `DecodeBuffers` keeps them,
 and cut them themselves (`triton_mla_kernels.py` says how). Importing it imports triton.
 
-No GPU has measured this yet: FlashInfer's kernel is the default (`HeadShapes.decodes_latents_with_triton`).
-
 Legend: R requests, H heads, L latent and P rotated width, G pieces.
 """
 
@@ -25,6 +23,8 @@ MIN_ROWS = 256
 """Kernels are compiled for so many requests and for each power of two above, not for each captured size."""
 PARTS = 4
 """Parts of a context that are merged at once."""
+MERGED_HEADS = 4
+"""Heads of a program that merges. One each makes so many programs that it takes 10 to 20 µs to find nothing to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Tuning:
     heads: int = 16
     warps: int = 4
     stages: int = 5
-    programs_per_sm: int = 2
+    programs_per_sm: int = 1
 
 
 TUNING = Tuning()
@@ -136,7 +136,7 @@ class TritonLatents:
             STAGES=tuning.stages,
             num_warps=tuning.warps,
         )
-        kernels.merge_parts[(num_rows, num_heads)](
+        kernels.merge_parts[(num_rows, -(-num_heads // MERGED_HEADS))](
             self._partial,
             self._partial_log,
             buffers["indptr"],
@@ -149,5 +149,6 @@ class TritonLatents:
             BLOCK_SIZE=block_size,
             TILE=tuning.tile,
             PARTS=PARTS,
+            HEADS=MERGED_HEADS,
             num_warps=4,
         )

@@ -197,31 +197,39 @@ def merge_parts(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Grid (R, H): `attend_pieces`' parts of contexts that several pieces have → out [R, H, L]. Reads PARTS at once."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    """Grid (R, blocks of HEADS heads): `attend_pieces`' parts of contexts that several pieces have → out [R, H, L].
+    Reads PARTS at once. Where there is nothing to merge a program should end soon: there are many."""
+    row = tl.program_id(0)
     num_blocks = tl.load(indptr + num_rows)
     row_begin, row_end = tl.load(indptr + row), tl.load(indptr + row + 1)
     num_pieces = _num_pieces(num_blocks, most_pieces, BLOCK_SIZE, TILE)
     first, last = _piece_of(row_begin, num_blocks, num_pieces), _piece_of(row_end - 1, num_blocks, num_pieces)
     if first < last:
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        is_head = heads < num_heads
         cols = tl.arange(0, LATENT)
-        best = float("-inf")
-        total = 0.0
-        values = tl.zeros([LATENT], tl.float32)
+        best = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        values = tl.zeros([HEADS, LATENT], tl.float32)
         for start in range(first, last + 1, PARTS):
             pieces = start + tl.arange(0, PARTS)
-            is_part = pieces <= last
             begins = _cut(pieces, num_blocks, num_pieces)
-            lines = (2 * pieces + (begins < row_begin).to(tl.int32)).to(tl.int64) * num_heads + head
             # A piece that begins before the request has its part in second place.
+            numbers = (2 * pieces + (begins < row_begin).to(tl.int32)).to(tl.int64) * num_heads
+            lines = numbers[:, None] + heads[None, :]
+            is_part = (pieces <= last)[:, None] & is_head[None, :]
             log = tl.load(partial_log + lines, mask=is_part, other=float("-inf"))
-            parts = tl.load(partial + lines[:, None] * LATENT + cols[None, :], mask=is_part[:, None], other=0.0)
-            new_best = tl.maximum(best, tl.max(log, axis=0))
+            offsets = lines[:, :, None] * LATENT + cols[None, None, :]
+            parts = tl.load(partial + offsets, mask=is_part[:, :, None], other=0.0)
+            # A head past the last has no part: 0 keeps NaN, -inf less -inf, out of its unused values.
+            new_best = tl.where(is_head, tl.maximum(best, tl.max(log, axis=0)), 0.0)
             shrink = tl.exp2(best - new_best)
-            weights = tl.exp2(log - new_best)
+            weights = tl.exp2(log - new_best[None, :])
             total = total * shrink + tl.sum(weights, axis=0)
-            values = values * shrink + tl.sum(parts * weights[:, None], axis=0)
+            values = values * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
             best = new_best
-        line = out + row.to(tl.int64) * out_row_stride + head * out_head_stride
-        tl.store(line + cols, (values / total).to(out.dtype.element_ty))
+        lines = out + row.to(tl.int64) * out_row_stride + heads * out_head_stride
+        result = (values / tl.where(is_head, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(lines[:, None] + cols[None, :], result, mask=is_head[:, None])

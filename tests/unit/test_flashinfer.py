@@ -193,7 +193,7 @@ def test_a_captured_plan_serves_other_requests_on_the_same_addresses(
 
 @pytest.mark.parametrize(
     ("asked", "num_heads", "expected"),
-    [(None, 16, False), ("flashinfer", 16, False), ("triton", 128, True), ("auto", 32, True), ("auto", 64, False)],
+    [(None, 16, True), ("flashinfer", 16, False), ("triton", 128, True), ("auto", 32, True), ("auto", 64, False)],
 )
 def test_whose_kernel_decodes_latents(
     monkeypatch: pytest.MonkeyPatch, asked: str | None, num_heads: int, expected: bool
