@@ -174,7 +174,14 @@ class Options:
         group="Scheduler",
     )
 
-    block_size: int = _option(16, help="tokens in a block of the KV cache", group="KV cache", least=1, most=1024)
+    block_size: int | None = _option(
+        None,
+        help="tokens in a block of the KV cache, and the unit in which prefixes are kept (default: 16; 64 for latent "
+        "attention on GPUs, whose kernels read so many at once)",
+        group="KV cache",
+        least=1,
+        most=1024,
+    )
     enable_prefix_caching: bool = _option(True, help="keep and re-use the KV of common prefixes", group="KV cache")
     gpu_memory_utilization: float = _option(
         0.9, help="share of the free memory that the KV cache may use", group="KV cache", least=0.01, most=1.0

@@ -31,6 +31,8 @@ from hocket.errors import ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
 DEFAULT_SEQS = 256
+DEFAULT_BLOCK = 16
+LATENT_GPU_BLOCK = 64
 _ALONE = "without enable_expert_parallel and data_parallel_size over 1"
 
 
@@ -70,7 +72,7 @@ def resolve(options: Options) -> EngineConfig:
         async_scheduling=device != "cpu" if options.async_scheduling is None else options.async_scheduling,
         scheduler=scheduler,
         cache=CacheConfig(
-            block_size=options.block_size,
+            block_size=options.block_size or _block_size(model, device),
             enable_prefix_caching=options.enable_prefix_caching,
             memory_utilization=options.gpu_memory_utilization,
             memory_bytes=options.kv_cache_memory_bytes,
@@ -87,6 +89,10 @@ def _refuse_unsupported(options: Options) -> None:
         size = getattr(options, field)
         if size > 1:
             raise ConfigError(field, size, "1 (for more devices: data_parallel_size with enable_expert_parallel)")
+
+
+def _block_size(model: ModelConfig, device: str) -> int:
+    return LATENT_GPU_BLOCK if model.mla is not None and device != "cpu" else DEFAULT_BLOCK
 
 
 def _device(options: Options) -> str:
