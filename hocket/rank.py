@@ -165,7 +165,7 @@ class RankProcess:
         elif isinstance(message, CountKernels):
             self._kernels = KernelCount(message.phase, message.num_tokens)
         elif isinstance(message, TimeReplays):
-            self._asked_replays = message
+            self._asked_replays, self._replay_us = message, None
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

@@ -42,9 +42,20 @@ def unlimited(what: str) -> AbstractContextManager[Any]:
     return nullcontext(what)
 
 
-def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which runs a few times before: then all it needs is compiled and loaded. pool: the memory
-    that it shares with other graphs."""
+class Captured:
+    """A graph of some work. The tensors that the work refers to live as long as it: a replay reads where they lay."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
+        self._graph, self._work = graph, work
+
+    def replay(self) -> None:
+        """Put the work on the current stream."""
+        self._graph.replay()
+
+
+def captured(work: Callable[[], object], pool: Any = None) -> Captured:
+    """`work` in a graph; it runs a few times before: then all it needs is compiled and loaded. pool: the memory that
+    the graph shares with others."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -55,7 +66,7 @@ def captured(work: Callable[[], object], pool: Any = None) -> torch.cuda.CUDAGra
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             work()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph
+    return Captured(graph, work)
 
 
 class DecodeGraph:
@@ -84,7 +95,7 @@ class DecodeGraph:
         )
         self._starts = torch.arange(size + 1, dtype=torch.int32)
         self._starts_cpu = tuple(range(size + 1))
-        self._graph: torch.cuda.CUDAGraph
+        self._graph: Captured
 
     def capture(self, pool: Any) -> None:
         """Run the step a few times, then once more while it is recorded. All ranks of an expert group together."""

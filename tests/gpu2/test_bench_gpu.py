@@ -17,7 +17,7 @@ COMMON = ("--model", SHAPE, "--load-format", "dummy", "--data-parallel-size", "2
 
 
 def report_of(verb: str, *args: str) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "hocket.cli.main", "bench", verb, *COMMON, *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -30,6 +30,8 @@ def test_steps_with_kernels_and_measured_rates() -> None:
     shape = ("--num-layers", "3", "--slice-of-ep", "8", "--context", "256", "--max-num-batched-tokens", "1024")
     report = report_of("step", *shape, "--tokens-per-gpu", "8,32", "--repeats", "2", "--count-kernels")
     assert [gpu["name"] for gpu in report["hardware"]["gpus"]] == [torch.cuda.get_device_name(i) for i in range(2)]
+    replays = [row["replay_us"] for row in report["rows"] if row["phase"] == "decode"]
+    assert len(replays) == len(set(replays)) == 2, "each of its own graph"
     for row in report["rows"]:
         rates = row["floor"]["rates"]
         assert rates["source"] == "measured at start"
