@@ -56,7 +56,7 @@ class Captured:
 def captured(work: Callable[[], object], pool: Any = None) -> Captured:
     """`work` in a graph; it runs a few times before: then all it needs is compiled and loaded. pool: the memory that
     the graph shares with others."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]  # before work on a side stream
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
