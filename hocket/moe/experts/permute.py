@@ -16,6 +16,15 @@ from hocket.launch import Launch, launches
 
 BLOCK_SLOTS = 128
 BLOCK_COLUMNS = 1024
+FEW_SLOTS = 8192
+"""Up to so many slots one launch does it, in which every program counts all of them, 32 for each of its 256 threads.
+That is about 1 or 2 µs on an H200; a second launch costs 3 µs."""
+FEW_SLOTS_BY_EXPERTS = FEW_SLOTS * 64
+"""Nor more slots times local experts: counting a slot takes longer where there are many bins."""
+FEW_PROGRAMS = 128
+"""No more than an H100 has multiprocessors: two on one of them would count one after the other."""
+FEW_TILES = 16
+FEW_WARPS = 8
 _COUNTS_AT_ONCE = 4096
 
 
@@ -82,19 +91,12 @@ def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
 
 
 def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
-    """Two kernels: count each expert's slots in each block of slots, then give every slot its place."""
+    """Give every slot its place, in one launch where slots are few, else in two."""
     ids = local_ids.reshape(-1)
+    num_slots, num_experts = len(ids), len(places.rows_of_expert)
     tiles = places if isinstance(places, Tiles) else None
-    num_slots, max_tiles = len(ids), tiles.max_tiles if tiles else 0
-    shape, count, place = _place_launches(
-        num_slots, len(places.rows_of_expert), max_tiles, tile_rows, expert_rows, entries
-    )
-    counts = ids.new_empty(shape, dtype=torch.int32)
-    count(ids, counts)
     unused = places.place_of_slot
-    place(
-        ids,
-        counts,
+    results = (
         places.place_of_slot,
         tiles.slot_of_place if tiles else unused,
         tiles.expert_of_tile if tiles else unused,
@@ -102,17 +104,49 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         tiles.num_tiles if tiles else unused,
         places.rows_of_expert,
     )
+    sizes = num_slots, num_experts, tiles.max_tiles if tiles else 0, tile_rows, expert_rows, entries
+    if num_slots <= FEW_SLOTS and num_slots * num_experts <= FEW_SLOTS_BY_EXPERTS:
+        _few_launch(*sizes)(ids, *results)
+        return
+    shape, count, place = _launches(*sizes)
+    counts = ids.new_empty(shape, dtype=torch.int32)
+    count(ids, counts)
+    place(ids, counts, *results)
 
 
 @launches
-def _place_launches(
+def _few_launch(
+    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
+) -> Launch:
+    from hocket.moe.experts.kernels import permute as kernels
+
+    counted = max(32 * FEW_WARPS, 1 << (num_slots - 1).bit_length())
+    block = max(32, counted // FEW_PROGRAMS)
+    return Launch(
+        kernels.place_few_slots,
+        (max(-(-num_slots // block), -(-max_tiles // FEW_TILES)),),
+        num_slots,
+        max_tiles,
+        NUM_EXPERTS=num_experts,
+        TILE_ROWS=tile_rows,
+        EXPERT_ROWS=expert_rows,
+        ENTRIES=entries,
+        TILES=FEW_TILES,
+        BINS=_bins(num_experts, 16),
+        BLOCK=block,
+        SLOTS=counted,
+        num_warps=FEW_WARPS,
+    )
+
+
+@launches
+def _launches(
     num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
 ) -> tuple[tuple[int, int], Launch, Launch]:
     """Shape of the counts, and the two launches."""
     from hocket.moe.experts.kernels import permute as kernels
 
-    num_blocks = -(-num_slots // BLOCK_SLOTS)
-    bins = max(32, 1 << num_experts.bit_length())
+    num_blocks, bins = -(-num_slots // BLOCK_SLOTS), _bins(num_experts, 32)
     constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": BLOCK_SLOTS}
     count = Launch(kernels.count_slots, (num_blocks,), num_slots, **constants)
     tiles_at_once = 64 if entries == 1 else 16
@@ -120,18 +154,21 @@ def _place_launches(
         kernels.place_slots,
         (max(num_blocks, -(-max_tiles // tiles_at_once)),),
         num_slots,
-        num_blocks,
         max_tiles,
-        NUM_EXPERTS=num_experts,
+        num_blocks,
         TILE_ROWS=tile_rows,
         EXPERT_ROWS=expert_rows,
         ENTRIES=entries,
         TILES=tiles_at_once,
-        BINS=bins,
-        BLOCK=BLOCK_SLOTS,
         CHUNK=max(1, _COUNTS_AT_ONCE // bins),
+        **constants,
     )
     return (num_blocks, bins), count, place
+
+
+def _bins(num_experts: int, least: int) -> int:
+    """A power of two; a warp counts into at least 32, here into `least` or into twice as many."""
+    return max(least, 1 << (num_experts - 1).bit_length())
 
 
 def row_alignment(stride: int) -> int:
