@@ -218,13 +218,18 @@ def test_packing(hidden_size: int, top_k: int, num_rows: int, num_padded: int) -
     assert torch.equal(layout.numbers(found), layout.numbers(expected))
 
 
-def test_ids_of_received_rows() -> None:
-    layout = RowFormat(16, 3, torch.float32)
-    ids = torch.randint(-1, 8, (200, 3))
-    rows = layout.pack(torch.randn(200, 16), ids, torch.rand(200, 3), 203)
-    local_id_of = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1, -1])
-    _, expected, _ = layout.unpack_local(rows, local_id_of)
-    received = layout._views(rows)[1][:, :-1]
-    assert torch.equal(pack_kernels.local_ids(received, local_id_of), expected)
-    received[0, 0] = 1 << 20  # nobody's
-    assert int(pack_kernels.local_ids(received, local_id_of)[0, 0]) == -1
+@pytest.mark.usefixtures("_launches", "_plain_deep_gemm")
+@pytest.mark.parametrize("kind", [TritonGroupedExperts, DeepGemmExperts])
+def test_ids_of_received_rows(kind: type[Experts]) -> None:
+    """Experts know theirs among the ids of all, in rows of bytes and beside ids that nobody has."""
+    layout = RowFormat(40, 3, torch.float32)
+    ids = random_ids(90, 3, 8, seed=11)
+    x, ids, weights = layout.unpack(layout.pack(torch.randn(90, 40), ids, torch.rand(90, 3), 93))
+    experts, reference = with_reference(kind, 4, 40, 24)
+    experts.num_experts, experts.num_sms = 8, 2
+    experts.local_id_of = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1, -1])
+    expected = reference(x, experts.local_ids(ids), weights)
+    torch.testing.assert_close(experts(x, ids, weights), expected, atol=2e-6, rtol=1e-5)
+    places = permute.tiles_of(ids, 4, 16, experts.local_id_of).place_of_slot
+    ids[ids < 0] = 9
+    assert torch.equal(permute.tiles_of(ids, 4, 16, experts.local_id_of).place_of_slot, places)

@@ -52,14 +52,17 @@ class Tiles(Places):
     num_tiles: Tensor
 
 
-def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_place: bool = False) -> Tiles:
-    """Tiles of tile_rows for local_ids int64 [N, K] in [-1, E); any other id counts as -1."""
-    num_slots = local_ids.numel()
+def tiles_of(
+    ids: Tensor, num_experts: int, tile_rows: int, local_id_of: Tensor | None = None, *, expert_per_place: bool = False
+) -> Tiles:
+    """Tiles of tile_rows for ids int [N, K] (rows may be strided): indices of local experts where local_id_of is None,
+    else ids of all experts, whose indices local_id_of int64 [all + 1] has, or -1. Any other id counts as -1."""
+    num_slots = ids.numel()
     max_tiles = num_slots // tile_rows + min(num_experts, num_slots)
     num_places = max_tiles * tile_rows
     entries = tile_rows if expert_per_place else 1
     sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
-    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(local_ids, *sizes)
+    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
         place_of_slot=place_of_slot,
@@ -70,17 +73,17 @@ def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_
         rows_of_tile=rows_of_tile,
         num_tiles=num_tiles,
     )
-    _place(local_ids, tiles, tile_rows=tile_rows, entries=entries)
+    _place(ids, local_id_of, tiles, tile_rows=tile_rows, entries=entries)
     return tiles
 
 
-def masked_places_of(local_ids: Tensor, num_experts: int, expert_rows: int) -> Places:
+def masked_places_of(ids: Tensor, num_experts: int, expert_rows: int, local_id_of: Tensor | None = None) -> Places:
     """expert_rows places for each expert, of which the first rows_of_expert are taken; ids as in `tiles_of`.
 
     The caller knows that no expert has more than expert_rows slots.
     """
-    places = Places(num_experts * expert_rows, *_int32(local_ids, local_ids.numel(), num_experts))
-    _place(local_ids, places, expert_rows=expert_rows)
+    places = Places(num_experts * expert_rows, *_int32(ids, ids.numel(), num_experts))
+    _place(ids, local_id_of, places, expert_rows=expert_rows)
     return places
 
 
@@ -90,10 +93,18 @@ def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     return torch.empty(sum(steps), device=like.device, dtype=torch.int32).split_with_sizes(steps)[::2]
 
 
-def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
+def _place(
+    ids: Tensor,
+    local_id_of: Tensor | None,
+    places: Places,
+    *,
+    tile_rows: int = 1,
+    expert_rows: int = 0,
+    entries: int = 1,
+) -> None:
     """Give every slot its place, in one launch where slots are few, else in two."""
-    ids = local_ids.reshape(-1)
-    num_slots, num_experts = len(ids), len(places.rows_of_expert)
+    num_slots, num_experts = ids.numel(), len(places.rows_of_expert)
+    ids = ids.view(-1, 1) if ids.is_contiguous() else ids
     tiles = places if isinstance(places, Tiles) else None
     unused = places.place_of_slot
     results = (
@@ -104,19 +115,29 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         tiles.num_tiles if tiles else unused,
         places.rows_of_expert,
     )
-    sizes = num_slots, num_experts, tiles.max_tiles if tiles else 0, tile_rows, expert_rows, entries
+    num_ids = 0 if local_id_of is None else len(local_id_of) - 1
+    of_ids = num_slots, num_experts, num_ids, ids.shape[1], ids.stride()
+    sizes = *of_ids, tiles.max_tiles if tiles else 0, tile_rows, expert_rows, entries
     if num_slots <= FEW_SLOTS and num_slots * num_experts <= FEW_SLOTS_BY_EXPERTS:
-        _few_launch(*sizes)(ids, *results)
+        _few_launch(*sizes)(ids, local_id_of, *results)
         return
     shape, count, place = _launches(*sizes)
     counts = ids.new_empty(shape, dtype=torch.int32)
-    count(ids, counts)
-    place(ids, counts, *results)
+    count(ids, local_id_of, counts)
+    place(ids, local_id_of, counts, *results)
 
 
 @launches
 def _few_launch(
-    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
+    num_slots: int,
+    num_experts: int,
+    num_ids: int,
+    top_k: int,
+    strides: tuple[int, ...],
+    max_tiles: int,
+    tile_rows: int,
+    expert_rows: int,
+    entries: int,
 ) -> Launch:
     from hocket.moe.experts.kernels import permute as kernels
 
@@ -125,8 +146,11 @@ def _few_launch(
     return Launch(
         kernels.place_few_slots,
         (max(-(-num_slots // block), -(-max_tiles // FEW_TILES)),),
+        *strides,
         num_slots,
         max_tiles,
+        TOP_K=top_k,
+        NUM_IDS=num_ids,
         NUM_EXPERTS=num_experts,
         TILE_ROWS=tile_rows,
         EXPERT_ROWS=expert_rows,
@@ -141,18 +165,33 @@ def _few_launch(
 
 @launches
 def _launches(
-    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
+    num_slots: int,
+    num_experts: int,
+    num_ids: int,
+    top_k: int,
+    strides: tuple[int, ...],
+    max_tiles: int,
+    tile_rows: int,
+    expert_rows: int,
+    entries: int,
 ) -> tuple[tuple[int, int], Launch, Launch]:
     """Shape of the counts, and the two launches."""
     from hocket.moe.experts.kernels import permute as kernels
 
     num_blocks, bins = -(-num_slots // BLOCK_SLOTS), _bins(num_experts, 32)
-    constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": BLOCK_SLOTS}
-    count = Launch(kernels.count_slots, (num_blocks,), num_slots, **constants)
+    constants = {
+        "TOP_K": top_k,
+        "NUM_IDS": num_ids,
+        "NUM_EXPERTS": num_experts,
+        "BINS": bins,
+        "BLOCK": BLOCK_SLOTS,
+    }
+    count = Launch(kernels.count_slots, (num_blocks,), *strides, num_slots, **constants)
     tiles_at_once = 64 if entries == 1 else 16
     place = Launch(
         kernels.place_slots,
         (max(num_blocks, -(-max_tiles // tiles_at_once)),),
+        *strides,
         num_slots,
         max_tiles,
         num_blocks,

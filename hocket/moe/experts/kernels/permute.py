@@ -11,23 +11,56 @@ import triton.language as tl
 
 
 @triton.jit
-def _experts_of(ids, slots, num_slots, NUM_EXPERTS: tl.constexpr):
-    """int32, -1 for whatever is not in [0, E)."""
-    expert = tl.load(ids + slots, mask=slots < num_slots, other=-1)
-    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, -1).to(tl.int32)
+def count_slots(
+    ids,
+    local_id_of,
+    counts,
+    ids_stride,
+    ids_step,
+    num_slots,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ids int [N, K] → counts int32 [blocks of BLOCK slots, BINS]: slots of each expert in each block; BINS ≥ E.
+
+    NUM_IDS: how many experts all ranks have, with local_id_of int64 [NUM_IDS + 1]; 0 where ids are local.
+    """
+    block = tl.program_id(0)
+    slots = block * BLOCK + tl.arange(0, BLOCK)
+    expert = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=expert >= 0))
 
 
 @triton.jit
-def count_slots(ids, counts, num_slots, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """ids int64 [S] → counts int32 [blocks of BLOCK slots, BINS]: slots of each expert in each block; BINS ≥ E."""
-    block = tl.program_id(0)
-    expert = _experts_of(ids, block * BLOCK + tl.arange(0, BLOCK), num_slots, NUM_EXPERTS)
-    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=expert >= 0))
+def _experts_of(
+    ids,
+    local_id_of,
+    slots,
+    ids_stride,
+    ids_step,
+    num_slots,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """int32: the local experts of slots, -1 where there is none."""
+    is_slot = slots < num_slots
+    expert = tl.load(
+        ids + (slots // TOP_K).to(tl.int64) * ids_stride + slots % TOP_K * ids_step, mask=is_slot, other=-1
+    )
+    if NUM_IDS > 0:
+        is_known = (expert >= 0) & (expert < NUM_IDS)
+        expert = tl.load(local_id_of + expert, mask=is_known, other=-1)
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, -1).to(tl.int32)
 
 
 @triton.jit
 def place_slots(
     ids,
+    local_id_of,
     counts,
     place_of_slot,
     slot_of_place,
@@ -35,9 +68,13 @@ def place_slots(
     rows_of_tile,
     num_tiles,
     rows_of_expert,
+    ids_stride,
+    ids_step,
     num_slots,
     max_tiles,
     num_blocks,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXPERT_ROWS: tl.constexpr,
@@ -65,6 +102,7 @@ def place_slots(
         before += tl.sum(tl.where(blocks[:, None] < tl.program_id(0), found, 0), 0)
     _place(
         ids,
+        local_id_of,
         before,
         total,
         place_of_slot,
@@ -73,8 +111,12 @@ def place_slots(
         rows_of_tile,
         num_tiles,
         rows_of_expert,
+        ids_stride,
+        ids_step,
         num_slots,
         max_tiles,
+        TOP_K,
+        NUM_IDS,
         NUM_EXPERTS,
         TILE_ROWS,
         EXPERT_ROWS,
@@ -88,14 +130,19 @@ def place_slots(
 @triton.jit
 def place_few_slots(
     ids,
+    local_id_of,
     place_of_slot,
     slot_of_place,
     expert_of_tile,
     rows_of_tile,
     num_tiles,
     rows_of_expert,
+    ids_stride,
+    ids_step,
     num_slots,
     max_tiles,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXPERT_ROWS: tl.constexpr,
@@ -107,7 +154,7 @@ def place_few_slots(
 ):
     """What `count_slots` and `place_slots` do, in one launch: every program counts all slots itself, at most SLOTS."""
     slots = tl.arange(0, SLOTS)
-    expert = _experts_of(ids, slots, num_slots, NUM_EXPERTS)
+    expert = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
     # Each expert has a bin for the slots before this program's block and one for the others.
     is_late = (slots >= tl.program_id(0) * BLOCK).to(tl.int32)
     found = tl.histogram(expert * 2 + is_late, 2 * BINS, mask=expert >= 0)
@@ -115,6 +162,7 @@ def place_few_slots(
     total = before + late
     _place(
         ids,
+        local_id_of,
         before,
         total,
         place_of_slot,
@@ -123,8 +171,12 @@ def place_few_slots(
         rows_of_tile,
         num_tiles,
         rows_of_expert,
+        ids_stride,
+        ids_step,
         num_slots,
         max_tiles,
+        TOP_K,
+        NUM_IDS,
         NUM_EXPERTS,
         TILE_ROWS,
         EXPERT_ROWS,
@@ -138,6 +190,7 @@ def place_few_slots(
 @triton.jit
 def _place(
     ids,
+    local_id_of,
     before,
     total,
     place_of_slot,
@@ -146,8 +199,12 @@ def _place(
     rows_of_tile,
     num_tiles,
     rows_of_expert,
+    ids_stride,
+    ids_step,
     num_slots,
     max_tiles,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXPERT_ROWS: tl.constexpr,
@@ -181,7 +238,7 @@ def _place(
         if block == 0:
             tl.store(num_tiles, tl.sum(tiles, 0))
     slots = block * BLOCK + tl.arange(0, BLOCK)
-    mine = _experts_of(ids, slots, num_slots, NUM_EXPERTS)
+    mine = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
     is_earlier = tl.arange(0, BLOCK)[None, :] < tl.arange(0, BLOCK)[:, None]
     rank = tl.sum(((mine[:, None] == mine[None, :]) & is_earlier).to(tl.int32), 1)
     place = tl.gather(begin + before, tl.where(mine >= 0, mine, 0), 0) + rank
