@@ -17,8 +17,8 @@ from hocket.launch import Launch, launches
 BLOCK_SLOTS = 128
 BLOCK_COLUMNS = 1024
 FEW_SLOTS = 8192
-"""Up to so many slots one launch does it, in which every program counts all of them, 32 for each of its 256 threads.
-That is about 1 or 2 µs on an H200; a second launch costs 3 µs."""
+"""Up to so many slots one launch does it, in which every program counts all of them: 32 for each of 256 threads, some
+50 instructions each, which takes less than a second launch and the gap before it."""
 FEW_SLOTS_BY_EXPERTS = FEW_SLOTS * 64
 """Nor more slots times local experts: counting a slot takes longer where there are many bins."""
 FEW_PROGRAMS = 128
