@@ -129,7 +129,7 @@ def lose_foreign_sums(engine: Engine) -> None:
             sent = transfer.result()
             no_rows = torch.ones(len(sent.x), dtype=torch.bool)
             is_foreign = ~(sent.x[:, None] == x).all(-1).any(-1) if len(x) else no_rows
-            return dataclasses.replace(sent, local_ids=sent.local_ids.masked_fill(is_foreign[:, None], -1))
+            return dataclasses.replace(sent, ids=sent.ids.masked_fill(is_foreign[:, None], -1))
 
         return dataclasses.replace(transfer, result=result)
 
@@ -152,21 +152,12 @@ def return_to_wrong_tokens(engine: Engine) -> None:
 
 def remap_local_experts(engine: Engine) -> None:
     """Rank 1 takes its first expert for its second and the other way round."""
-    transport = transport_of(engine)
-    prepare = transport.prepare
-    table = torch.tensor([1, 0, *range(2, moe_of(model_of(engine)).experts.num_local_experts), -1])
-
-    def remapped(x: Tensor, ids: Tensor, weights: Tensor, layout: Any) -> Transfer[Dispatched]:
-        transfer = prepare(x, ids, weights, layout)
-
-        def result() -> Dispatched:
-            sent = transfer.result()
-            return dataclasses.replace(sent, local_ids=table[sent.local_ids])
-
-        return dataclasses.replace(transfer, result=result)
-
     if engine.mesh.rank == 1:
-        transport.prepare = remapped  # type: ignore[method-assign]
+        for layer in moe_layers(model_of(engine)):
+            experts = layer.experts
+            assert experts.local_id_of is not None
+            swapped = torch.tensor([1, 0, *range(2, experts.num_local_experts), -1])
+            experts.local_id_of = swapped[experts.local_id_of]
 
 
 V2, V3 = "v2-yarn", "v3-yarn-equal-ranks"

@@ -76,14 +76,15 @@ def weigh_twice(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transf
     return dataclasses.replace(transfer, result=result)
 
 
-def compute_dropped(state: dict[str, Any], transfer: Transfer[Dispatched]) -> Transfer[Dispatched]:
-    """Ids of −1 are taken for the first local expert."""
+def compute_dropped(engine: Engine) -> None:
+    """In ubatches slots of no expert here are taken for the first one's."""
+    for layer in moe_layers(model_of(engine)):
+        real = layer.experts.local_ids
 
-    def result() -> Dispatched:
-        sent = transfer.result()
-        return dataclasses.replace(sent, local_ids=sent.local_ids.clamp_min(0))
+        def changed(ids: Tensor, real: Callable[[Tensor], Tensor] = real) -> Tensor:
+            return real(ids).clamp_min(0) if ubatch_idx() is not None else real(ids)
 
-    return dataclasses.replace(transfer, result=result)
+        layer.experts.local_ids = changed  # type: ignore[method-assign]
 
 
 def add_twice(state: dict[str, Any], transfer: Transfer[Tensor]) -> Transfer[Tensor]:
@@ -148,7 +149,7 @@ TRANSFER_FAULTS: dict[str, Plant] = {
     "dispatch received into a shared buffer": change_dispatch(latest_result),
     "combine received into a shared buffer": change_combine(latest_result),
     "weights applied twice": change_dispatch(weigh_twice),
-    "dropped slots computed": change_dispatch(compute_dropped),
+    "dropped slots computed": compute_dropped,
     "combine added twice": change_combine(add_twice),
     "combine of the second ubatch lost": change_combine(lose_second),
     "padding rows kept": keep_padding,

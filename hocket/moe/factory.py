@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hocket.config.moe import MoEConfig
 from hocket.dist.mesh import Mesh
@@ -37,6 +37,9 @@ class MoEFactory:
         self.placement = placement
         self.rank = mesh.ep_rank
         self.transport = build_transport(transport, placement, rank=self.rank, group=mesh.ep_group, device=mesh.device)
+        self._local_id_of: Tensor | None = None
+        if placement.num_ranks > 1:
+            self._local_id_of = torch.tensor(placement.local_id_of(self.rank), device=mesh.device)
         self._experts_backend = experts_backend
         self._experts_classes: dict[tuple[int, int, torch.dtype, str], type[Experts]] = {}
 
@@ -63,6 +66,7 @@ class MoEFactory:
             config.intermediate_size,
             hidden_act=hidden_act,
             num_experts=config.num_experts,
+            local_id_of=self._local_id_of,
             device=device,
             dtype=dtype,
         )
@@ -73,7 +77,13 @@ class MoEFactory:
         """What stands in for `experts` of a checkpoint in fp8; None where a backend that has no fp8 was asked for."""
         if self._experts_backend not in FP8_BACKENDS:
             return None
-        return Fp8Experts(*experts.w2.shape, num_experts=experts.num_experts, device=experts.w2.device, dtype=dtype)
+        return Fp8Experts(
+            *experts.w2.shape,
+            num_experts=experts.num_experts,
+            local_id_of=experts.local_id_of,
+            device=experts.w2.device,
+            dtype=dtype,
+        )
 
     def _experts_class(
         self, hidden_size: int, intermediate_size: int, dtype: torch.dtype, device: torch.device

@@ -137,7 +137,7 @@ class _Call:
     def _compute_experts(self) -> None:
         sent = self._dispatch.finish(Stage.EXPERTS)
         self._handle = sent.handle
-        out = self._attempt(lambda: self._layer.experts(sent.x, sent.local_ids, sent.weights))
+        out = self._attempt(lambda: self._layer.experts(sent.x, sent.ids, sent.weights))
         self._expert_out = torch.zeros_like(sent.x) if out is None else out
 
     def _send_back(self) -> None:

@@ -51,6 +51,11 @@ class ExpertPlacement:
                 table[expert] = index
         return tuple(table)
 
+    def local_id_of(self, rank: int) -> tuple[int, ...]:
+        """[num_experts + 1] index on `rank` of each expert; -1 for those of other ranks and, at the end, for none."""
+        placed = zip(self.rank_of, self.local_idx, strict=True)
+        return *(index if owner == rank else -1 for owner, index in placed), -1
+
     @cached_property
     def _by_rank(self) -> tuple[tuple[int, ...], ...]:
         if self.strategy == "round_robin":

@@ -42,7 +42,7 @@ REPEATS = 5
 class SleepingExperts(Experts):
     """Takes STAGE_S for as many rows as the whole batch brings."""
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         time.sleep(STAGE_S * x.shape[0] / NUM_TOKENS)
         return x.clone()
 

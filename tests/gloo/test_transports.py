@@ -66,10 +66,14 @@ class Case:
         return TokenLayout.of(self.tokens[rank], rows[rank], max(rows), CPU)
 
 
-def make_experts(case: Case, backend: str, ids: tuple[int, ...]) -> Experts:
-    """The experts `ids` of weights that depend on the case only."""
+def make_experts(case: Case, backend: str, rank: int | None = None) -> Experts:
+    """A rank's experts, all where it is None, with weights that depend on the case only."""
     generator = torch.Generator().manual_seed(case.seed)
-    experts = experts_class(backend)(len(ids), HIDDEN, INTER, dtype=case.dtype)
+    placement = ExpertPlacement(case.num_experts, 1) if rank is None else case.placement
+    ids, local_id_of = placement.experts_of(rank or 0), torch.tensor(placement.local_id_of(rank or 0))
+    experts = experts_class(backend)(
+        len(ids), HIDDEN, INTER, num_experts=case.num_experts, local_id_of=local_id_of, dtype=case.dtype
+    )
     for parameter, fan_in in ((experts.w13, HIDDEN), (experts.w2, INTER)):
         full = torch.randn(case.num_experts, *parameter.shape[1:], generator=generator) * fan_in**-0.5
         parameter.copy_(full[list(ids)])
@@ -114,15 +118,15 @@ def finalized(transport: Transport, expert_out: Tensor, handle: Handle) -> Tenso
 def check_case(env: RankEnv, case: Case) -> None:
     """On a rank: both transports with both backends give what all experts on one rank give."""
     x, ids, weights = make_tokens(case, env.rank)
-    everything = make_experts(case, "reference", tuple(range(case.num_experts)))
+    everything = make_experts(case, "reference")
     expected = everything(x, ids, weights).float()
     assert expected.isfinite().all()
     for name in TRANSPORTS:
         transport = make_transport(env, case, name)
         for backend in CPU_EXPERTS:
-            experts = make_experts(case, backend, case.placement.experts_of(env.rank))
+            experts = make_experts(case, backend, env.rank)
             sent = prepared(transport, x, ids, weights, case.layout(env.rank))
-            out = finalized(transport, experts(sent.x, sent.local_ids, sent.weights), sent.handle)
+            out = finalized(transport, experts(sent.x, sent.ids, sent.weights), sent.handle)
             assert out.dtype == case.dtype
             assert out.shape == x.shape
             limit = TOLERANCE[case.dtype]
@@ -206,11 +210,11 @@ def check_interleaved(env: RankEnv, name: str) -> None:
     """Two calls of one instance under way at once, finished in the other order."""
     first, second = Case((3, 5), (1, 0), 6, 2, seed=1), Case((4, 0), (0, 2), 6, 3, seed=1)
     transport = make_transport(env, first, name)
-    experts = make_experts(first, "reference", first.placement.experts_of(env.rank))
-    everything = make_experts(first, "reference", tuple(range(6)))
+    experts = make_experts(first, "reference", env.rank)
+    everything = make_experts(first, "reference")
 
     def expert_out(sent: Dispatched) -> Tensor:
-        return experts(sent.x, sent.local_ids, sent.weights)
+        return experts(sent.x, sent.ids, sent.weights)
 
     inputs = [make_tokens(case, env.rank) for case in (first, second)]
     sent = [prepared(transport, *i, c.layout(env.rank)) for i, c in zip(inputs, (first, second), strict=True)]
@@ -233,7 +237,8 @@ def sent_rows(env: RankEnv, name: str) -> tuple[int, int]:
     ids = torch.tensor([[0, 2, 3]]).expand(len(x), -1)
     sent = prepared(transport, x, ids, torch.ones(ids.shape), case.layout(env.rank))
     finalized(transport, torch.zeros(sent.x.shape), sent.handle)
-    return len(sent.x), int((sent.local_ids >= 0).any(dim=1).sum())
+    is_here = torch.isin(sent.ids, torch.tensor(case.placement.experts_of(env.rank)))
+    return len(sent.x), int(is_here.any(dim=1).sum())
 
 
 def test_torch_sends_a_token_once_per_rank(pool: RankPool) -> None:
@@ -272,7 +277,7 @@ def make_layer(mesh: Mesh, transport: str, backend: str) -> MoELayer:
     factory = MoEFactory(mesh, placement, transport, backend)
     layer = factory.build(MOE, HIDDEN, "silu", shared, CPU, torch.float32)
     case = Case((1,) * mesh.ep_size, (0,) * mesh.ep_size, MOE.num_experts, MOE.top_k, strategy="round_robin")
-    experts = make_experts(case, "reference", placement.experts_of(mesh.ep_rank))
+    experts = make_experts(case, "reference", mesh.ep_rank)
     layer.experts.load_state_dict(experts.state_dict())
     nn.init.normal_(layer.router.weight)
     bias = layer.router.e_score_correction_bias

@@ -141,6 +141,26 @@ def test_odd_loads(backend: str, num_rows: int, weights_of: dict[Shape, tuple[Te
     check(experts, (torch.full_like(x, torch.nan), torch.full_like(ids, -1), torch.full_like(weights, torch.nan)))
 
 
+@pytest.mark.parametrize("num_rows", [48, 1500])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ids_of_all_experts(backend: str, num_rows: int, weights_of: dict[Shape, tuple[Tensor, Tensor]]) -> None:
+    """Where every second expert is here, the same as with its indices; in the ids of received rows, some of them -1."""
+    shape = SHAPES["v2-lite"]
+    experts = loaded(backend, shape, weights_of)
+    local_id_of = torch.arange(shape.num_experts + 1, device=CUDA)
+    local_id_of = torch.where(local_id_of % 2 == 1, local_id_of // 2, -1)
+    ids = torch.rand(num_rows, shape.num_experts, device=CUDA).topk(shape.top_k).indices
+    ids[::5, 1] = -1
+    layout = RowFormat(shape.hidden_size, shape.top_k, torch.bfloat16)
+    x, weights = torch.randn(num_rows, shape.hidden_size, device=CUDA).bfloat16(), torch.rand_like(ids.float())
+    x, ids, weights = layout.unpack(layout.pack(x, ids, weights, num_rows))
+    case = x, local_id_of[ids.long()], weights
+    out = experts(*case)
+    check(experts, case, out)
+    experts.local_id_of = local_id_of
+    assert torch.equal(experts(x, ids, weights), out)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_without_experts(backend: str) -> None:
     shape = Shape(0, 64, 2048, 1408, 6)
@@ -227,9 +247,6 @@ def test_rows_of_bytes_are_those_of_a_cpu(hidden_size: int, num_rows: int) -> No
     weights = torch.rand(num_rows, 8, device=CUDA)
     rows = layout.pack(x, ids, weights, num_rows + 5, 2**31 - 1)
     plain = layout.pack(x.cpu(), ids.cpu(), weights.cpu(), num_rows + 5, 2**31 - 1)
-    local_id_of = torch.arange(257).masked_fill(torch.arange(257) % 3 > 0, -1)
-    local_id_of[256] = -1
-    found = layout.unpack_local(rows, local_id_of.to(CUDA))
-    for mine, theirs in zip(found, layout.unpack_local(plain, local_id_of), strict=True):
+    for mine, theirs in zip(layout.unpack(rows), layout.unpack(plain), strict=True):
         assert torch.equal(mine.cpu(), theirs)
     assert torch.equal(layout.numbers(rows).cpu(), layout.numbers(plain))

@@ -88,13 +88,20 @@ def _plain_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = [(1, 1, 1), (5, 3, 4), (43, 3, 7), (150, 2, 40), (130, 1, 1)]
 
 
-@pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), CASES)
+@pytest.fixture(params=[permute.FEW_SLOTS, 0], ids=["one_launch", "two_launches"])
+def _launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How slots get their places."""
+    monkeypatch.setattr(permute, "FEW_SLOTS", request.param)
+
+
+@pytest.mark.usefixtures("_launches")
+@pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [*CASES, (700, 3, 33)])
 @pytest.mark.parametrize("per_place", [False, True])
 def test_tiles(num_rows: int, top_k: int, num_experts: int, per_place: bool) -> None:
     """Every expert's slots stand in their order in tiles of their own, and the table says whose each tile is."""
     rows_of_tile = 16
     ids = random_ids(num_rows, top_k, num_experts, seed=num_rows)
-    ids[0, 0] = num_experts + 5  # out of range: nobody's
+    ids[0, 0], ids[-1, -1] = num_experts + 5, -(1 << 32)  # out of range: nobody's
     tiles = permute.tiles_of(ids, num_experts, rows_of_tile, expert_per_place=per_place)
     expected = [-1] * ids.numel()
     owners: list[int] = []
@@ -115,6 +122,7 @@ def test_tiles(num_rows: int, top_k: int, num_experts: int, per_place: bool) -> 
     assert tiles.expert_of_tile.tolist() == [owner for owner in table for _ in range(entries)]
 
 
+@pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), CASES)
 def test_there_are_tiles_for_the_worst_case(num_rows: int, top_k: int, num_experts: int) -> None:
     """One row for every expert but the last, which has the rest: no choice of ids needs more tiles."""
@@ -125,6 +133,7 @@ def test_there_are_tiles_for_the_worst_case(num_rows: int, top_k: int, num_exper
     assert int(tiles.rows_of_tile[: int(tiles.num_tiles)].sum()) == num_slots
 
 
+@pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), CASES)
 def test_rows_go_to_their_places_and_back(num_rows: int, top_k: int, num_experts: int) -> None:
     """Through the layout of DeepGEMM's masked GEMMs, from strided rows; dropped rows hold NaN."""
@@ -209,13 +218,18 @@ def test_packing(hidden_size: int, top_k: int, num_rows: int, num_padded: int) -
     assert torch.equal(layout.numbers(found), layout.numbers(expected))
 
 
-def test_ids_of_received_rows() -> None:
-    layout = RowFormat(16, 3, torch.float32)
-    ids = torch.randint(-1, 8, (200, 3))
-    rows = layout.pack(torch.randn(200, 16), ids, torch.rand(200, 3), 203)
-    local_id_of = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1, -1])
-    _, expected, _ = layout.unpack_local(rows, local_id_of)
-    received = layout._views(rows)[1][:, :-1]
-    assert torch.equal(pack_kernels.local_ids(received, local_id_of), expected)
-    received[0, 0] = 1 << 20  # nobody's
-    assert int(pack_kernels.local_ids(received, local_id_of)[0, 0]) == -1
+@pytest.mark.usefixtures("_launches", "_plain_deep_gemm")
+@pytest.mark.parametrize("kind", [TritonGroupedExperts, DeepGemmExperts])
+def test_ids_of_received_rows(kind: type[Experts]) -> None:
+    """Experts know theirs among the ids of all, in rows of bytes and beside ids that nobody has."""
+    layout = RowFormat(40, 3, torch.float32)
+    ids = random_ids(90, 3, 8, seed=11)
+    x, ids, weights = layout.unpack(layout.pack(torch.randn(90, 40), ids, torch.rand(90, 3), 93))
+    experts, reference = with_reference(kind, 4, 40, 24)
+    experts.num_experts, experts.num_sms = 8, 2
+    experts.local_id_of = torch.tensor([-1, 0, -1, 1, 2, -1, 3, -1, -1])
+    expected = reference(x, experts.local_ids(ids), weights)
+    torch.testing.assert_close(experts(x, ids, weights), expected, atol=2e-6, rtol=1e-5)
+    places = permute.tiles_of(ids, 4, 16, experts.local_id_of).place_of_slot
+    ids[ids < 0] = 9
+    assert torch.equal(permute.tiles_of(ids, 4, 16, experts.local_id_of).place_of_slot, places)

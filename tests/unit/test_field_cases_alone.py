@@ -74,7 +74,7 @@ def test_r012_ids_without_expert_and_ids_out_of_range(backend: str) -> None:
     x[1] = torch.nan
     dispatch = transport.prepare(x, torch.tensor([[0, -1], [-1, -1], [3, 1]]), weights, layout)
     sent = Running(dispatch, Stage.DISPATCH).finish(Stage.EXPERTS)
-    combine = transport.finalize(experts(sent.x, sent.local_ids, sent.weights), sent.handle)
+    combine = transport.finalize(experts(sent.x, sent.ids, sent.weights), sent.handle)
     out = Running(combine, Stage.COMBINE).finish(Stage.QKV)
     assert out.isfinite().all()
     assert not out[1].any()

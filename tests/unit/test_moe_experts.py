@@ -102,8 +102,20 @@ def test_a_rank_without_experts(backend: str) -> None:
 @backends
 @pytest.mark.parametrize("wrong", [-2, 4])
 def test_ids_out_of_range(backend: str, wrong: int) -> None:
-    with pytest.raises(HocketError, match=r"local expert ids must be -1 or in \[0, 4\)"):
+    with pytest.raises(HocketError, match=r"expert ids must be -1 or in \[0, 4\)"):
         make(backend, 4)(torch.ones(1, HIDDEN), torch.tensor([[0, wrong]]), torch.ones(1, 2))
+
+
+@backends
+def test_ids_of_all_experts(backend: str) -> None:
+    """Those of other ranks are skipped, and none of all is out of range."""
+    experts = make(backend, 2)
+    x, weights = torch.randn(3, HIDDEN), torch.rand(3, 2)
+    expected = experts(x, torch.tensor([[-1, 1], [0, -1], [-1, -1]]), weights)
+    experts.num_experts, experts.local_id_of = 4, torch.tensor([-1, 1, -1, 0, -1])
+    assert torch.equal(experts(x, torch.tensor([[2, 1], [3, -1], [0, 2]], dtype=torch.int32), weights), expected)
+    with pytest.raises(HocketError, match=r"expert ids must be -1 or in \[0, 4\)"):
+        experts(x, torch.tensor([[4, 1], [3, -1], [0, 2]]), weights)
 
 
 @backends

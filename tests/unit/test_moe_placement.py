@@ -19,6 +19,12 @@ def test_every_expert_is_on_one_rank_and_found_there(placement: ExpertPlacement)
     assert sorted(e for experts in by_rank for e in experts) == list(range(placement.num_experts))
     for expert, (rank, index) in enumerate(zip(placement.rank_of, placement.local_idx, strict=True)):
         assert by_rank[rank][index] == expert
+    for rank, experts in enumerate(by_rank):
+        table = placement.local_id_of(rank)
+        assert [table[expert] for expert in experts] == list(range(len(experts)))
+        assert len(table) == placement.num_experts + 1
+        assert table.count(-1) == len(table) - len(experts)
+        assert table[-1] == -1
 
 
 @given(placements)

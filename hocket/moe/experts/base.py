@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hocket.errors import ConfigError
+from hocket.moe.base import check_ids
 
 
 class Experts(nn.Module, ABC):
     """E gated MLPs, w2 · (silu(gate) * up). `w13` [E, 2I, D] holds the gate's rows before up's; `w2` is [E, D, I].
 
     E may be 0: a rank without experts still takes part. num_experts: of all ranks, E where it is None. dtype: of rows.
+    local_id_of: int64 [num_experts + 1], the index here of each expert, -1 for those of other ranks and at the end;
+    None where ids are indices.
     """
 
     name: ClassVar[str]
@@ -35,6 +38,7 @@ class Experts(nn.Module, ABC):
         *,
         hidden_act: str = "silu",
         num_experts: int | None = None,
+        local_id_of: Tensor | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -44,6 +48,7 @@ class Experts(nn.Module, ABC):
         self.num_local_experts = num_local_experts
         self.dtype = dtype or torch.get_default_dtype()
         self.num_experts = num_local_experts if num_experts is None else num_experts
+        self.local_id_of = local_id_of
         w13 = torch.empty(num_local_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
         w2 = torch.empty(num_local_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
         self.w13 = nn.Parameter(w13, requires_grad=False)
@@ -54,17 +59,26 @@ class Experts(nn.Module, ABC):
         """Why this backend cannot run these widths in this dtype, or None where it can."""
         return None
 
-    def rows_per_expert(self, local_ids: Tensor) -> float:
-        """How many rows of local_ids [T, K] each local expert gets on average, were all experts as popular: the shape
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise HocketError unless all are -1 or ids of experts (on a CPU only)."""
+        check_ids(ids, self.num_local_experts if self.local_id_of is None else self.num_experts, "expert ids")
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """int64 [T, K]: the index here of each expert, -1 where it is on another rank or there is none."""
+        self.check_ids(ids)
+        return ids.long() if self.local_id_of is None else self.local_id_of[ids.clamp(-1, self.num_experts)]
+
+    def rows_per_expert(self, ids: Tensor) -> float:
+        """How many rows of ids [T, K] each local expert gets on average, were all experts as popular: the shape
         alone says it, and backends choose block sizes by it."""
-        return local_ids.numel() / max(1, self.num_experts)
+        return ids.numel() / max(1, self.num_experts)
 
     @abstractmethod
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Weighted sum of each row's local experts, accumulated in fp32.
 
-        x [T, D]; local_ids int64 [T, K] in [-1, E), -1 is skipped; weights fp32 [T, K]. Returns [T, D] in x.dtype, a
-        row without experts is zero whatever x holds there (NaN too). T may be 0.
+        x [T, D]; ids int [T, K] (-1 and experts of other ranks are skipped); weights fp32 [T, K]. Returns [T, D] in
+        x.dtype, a row without experts is zero whatever x holds there (NaN too). T may be 0.
 
         Raises:
             HocketError: an id is out of range (checked on a CPU only).

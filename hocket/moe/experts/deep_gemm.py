@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.moe.base import check_ids
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
 from hocket.quant import fp8
@@ -42,15 +41,15 @@ class DeepGemmExperts(Experts):
             return "deep_gemm experts need a Hopper GPU (compute capability 9)"
         return None
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
-        if local_ids.numel() == 0 or self.num_local_experts == 0:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.check_ids(ids)
+        if ids.numel() == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
         x = x if x.stride(1) == 1 else x.contiguous()
-        places = places_of(local_ids, self.num_local_experts, is_masked=len(x) <= MASKED_MAX_ROWS)
-        expected = max(1, round(self.rows_per_expert(local_ids)))
+        places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=len(x) <= MASKED_MAX_ROWS)
+        expected = max(1, round(self.rows_per_expert(ids)))
         fp8.limit_sms(self.num_sms)
-        gate_up = self._product(permute.scatter_rows(x, places, local_ids.shape[1]), places, self.w13, expected)
+        gate_up = self._product(permute.scatter_rows(x, places, ids.shape[1]), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)
         return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)
 
@@ -67,15 +66,15 @@ class DeepGemmExperts(Experts):
         return out
 
 
-def places_of(local_ids: Tensor, num_experts: int, *, is_masked: bool) -> permute.Places:
+def places_of(ids: Tensor, num_experts: int, local_id_of: Tensor | None, *, is_masked: bool) -> permute.Places:
     """Where DeepGEMM's products want each slot's row: is_masked: in places for all rows at every expert, else experts
-    one behind the other, as Tiles. local_ids int64 [N, K], each row with an expert at most once."""
+    one behind the other, as Tiles. ids as in `permute.tiles_of`, each row with an expert at most once."""
     if is_masked:
-        return permute.masked_places_of(local_ids, num_experts, masked_rows(len(local_ids)))
+        return permute.masked_places_of(ids, num_experts, masked_rows(len(ids)), local_id_of)
     import deep_gemm
 
     step = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    return permute.tiles_of(local_ids, num_experts, step, expert_per_place=True)
+    return permute.tiles_of(ids, num_experts, step, local_id_of, expert_per_place=True)
 
 
 def masked_rows(num_rows: int) -> int:

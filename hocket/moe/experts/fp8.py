@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hocket.moe.base import check_ids, is_on_host
+from hocket.moe.base import is_on_host
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.deep_gemm import masked_rows, places_of
@@ -42,27 +42,27 @@ class Fp8Experts(Experts):
         self.w13_scale: nn.Parameter
         self.w2_scale: nn.Parameter
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.check_ids(ids)
         if len(x) == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
         if is_on_host(x):
-            return self._one_by_one(x, local_ids, weights)
+            return self._one_by_one(x, self.local_ids(ids), weights)
         from hocket.quant import kernels
 
-        places, rows_of_group = self._places(local_ids)
-        of_slot, expected = places.place_of_slot, max(1, round(self.rows_per_expert(local_ids)))
+        places, rows_of_group = self._places(ids)
+        of_slot, expected = places.place_of_slot, max(1, round(self.rows_per_expert(ids)))
         fp8.limit_sms(self.num_sms)
         rows = kernels.quantize_to_places(x, of_slot, places.num_places, rows_of_group)
         gate_up = self._product(rows, places, self.w13, self.w13_scale, expected)
         rows = kernels.quantize_gated_places(gate_up, of_slot, rows_of_group)
         return permute.gather_sum(self._product(rows, places, self.w2, self.w2_scale, expected), places, weights)
 
-    def _places(self, local_ids: Tensor) -> tuple[permute.Places, int]:
+    def _places(self, ids: Tensor) -> tuple[permute.Places, int]:
         """Where each slot's row goes, and how many rows lie together in one group of scales."""
-        of_expert = masked_rows(len(local_ids))
+        of_expert = masked_rows(len(ids))
         is_masked = self.num_local_experts * of_expert <= MASKED_ROWS
-        places = places_of(local_ids, self.num_local_experts, is_masked=is_masked)
+        places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=is_masked)
         return places, of_expert if is_masked else places.num_places
 
     def _product(

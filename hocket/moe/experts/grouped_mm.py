@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.moe.base import check_ids, is_on_host
+from hocket.moe.base import is_on_host
 from hocket.moe.experts.base import Experts, silu_and_mul
 
 STRIDE_BYTES = 16
@@ -33,8 +33,8 @@ class GroupedMMExperts(Experts):
                 return f"grouped_mm needs {what} to be a multiple of {step} in {dtype}, it is {width}"
         return None
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        local_ids = self.local_ids(ids)
         num_rows, top_k = local_ids.shape
         if num_rows == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)

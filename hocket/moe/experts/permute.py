@@ -16,6 +16,15 @@ from hocket.launch import Launch, launches
 
 BLOCK_SLOTS = 128
 BLOCK_COLUMNS = 1024
+FEW_SLOTS = 8192
+"""Up to so many slots one launch does it, in which every program counts all of them: 32 for each of 256 threads, some
+50 instructions each, which takes less than a second launch and the gap before it."""
+FEW_SLOTS_BY_EXPERTS = FEW_SLOTS * 64
+"""Nor more slots times local experts: counting a slot takes longer where there are many bins."""
+FEW_PROGRAMS = 128
+"""No more than an H100 has multiprocessors: two on one of them would count one after the other."""
+FEW_TILES = 16
+FEW_WARPS = 8
 _COUNTS_AT_ONCE = 4096
 
 
@@ -43,14 +52,17 @@ class Tiles(Places):
     num_tiles: Tensor
 
 
-def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_place: bool = False) -> Tiles:
-    """Tiles of tile_rows for local_ids int64 [N, K] in [-1, E); any other id counts as -1."""
-    num_slots = local_ids.numel()
+def tiles_of(
+    ids: Tensor, num_experts: int, tile_rows: int, local_id_of: Tensor | None = None, *, expert_per_place: bool = False
+) -> Tiles:
+    """Tiles of tile_rows for ids int [N, K] (rows may be strided): indices of local experts where local_id_of is None,
+    else ids of all experts, whose indices local_id_of int64 [all + 1] has, or -1. Any other id counts as -1."""
+    num_slots = ids.numel()
     max_tiles = num_slots // tile_rows + min(num_experts, num_slots)
     num_places = max_tiles * tile_rows
     entries = tile_rows if expert_per_place else 1
     sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
-    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(local_ids, *sizes)
+    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
         place_of_slot=place_of_slot,
@@ -61,17 +73,17 @@ def tiles_of(local_ids: Tensor, num_experts: int, tile_rows: int, *, expert_per_
         rows_of_tile=rows_of_tile,
         num_tiles=num_tiles,
     )
-    _place(local_ids, tiles, tile_rows=tile_rows, entries=entries)
+    _place(ids, local_id_of, tiles, tile_rows=tile_rows, entries=entries)
     return tiles
 
 
-def masked_places_of(local_ids: Tensor, num_experts: int, expert_rows: int) -> Places:
+def masked_places_of(ids: Tensor, num_experts: int, expert_rows: int, local_id_of: Tensor | None = None) -> Places:
     """expert_rows places for each expert, of which the first rows_of_expert are taken; ids as in `tiles_of`.
 
     The caller knows that no expert has more than expert_rows slots.
     """
-    places = Places(num_experts * expert_rows, *_int32(local_ids, local_ids.numel(), num_experts))
-    _place(local_ids, places, expert_rows=expert_rows)
+    places = Places(num_experts * expert_rows, *_int32(ids, ids.numel(), num_experts))
+    _place(ids, local_id_of, places, expert_rows=expert_rows)
     return places
 
 
@@ -81,20 +93,21 @@ def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     return torch.empty(sum(steps), device=like.device, dtype=torch.int32).split_with_sizes(steps)[::2]
 
 
-def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows: int = 0, entries: int = 1) -> None:
-    """Two kernels: count each expert's slots in each block of slots, then give every slot its place."""
-    ids = local_ids.reshape(-1)
+def _place(
+    ids: Tensor,
+    local_id_of: Tensor | None,
+    places: Places,
+    *,
+    tile_rows: int = 1,
+    expert_rows: int = 0,
+    entries: int = 1,
+) -> None:
+    """Give every slot its place, in one launch where slots are few, else in two."""
+    num_slots, num_experts = ids.numel(), len(places.rows_of_expert)
+    ids = ids.view(-1, 1) if ids.is_contiguous() else ids
     tiles = places if isinstance(places, Tiles) else None
-    num_slots, max_tiles = len(ids), tiles.max_tiles if tiles else 0
-    shape, count, place = _place_launches(
-        num_slots, len(places.rows_of_expert), max_tiles, tile_rows, expert_rows, entries
-    )
-    counts = ids.new_empty(shape, dtype=torch.int32)
-    count(ids, counts)
     unused = places.place_of_slot
-    place(
-        ids,
-        counts,
+    results = (
         places.place_of_slot,
         tiles.slot_of_place if tiles else unused,
         tiles.expert_of_tile if tiles else unused,
@@ -102,36 +115,99 @@ def _place(local_ids: Tensor, places: Places, *, tile_rows: int = 1, expert_rows
         tiles.num_tiles if tiles else unused,
         places.rows_of_expert,
     )
+    num_ids = 0 if local_id_of is None else len(local_id_of) - 1
+    of_ids = num_slots, num_experts, num_ids, ids.shape[1], ids.stride()
+    sizes = *of_ids, tiles.max_tiles if tiles else 0, tile_rows, expert_rows, entries
+    if num_slots <= FEW_SLOTS and num_slots * num_experts <= FEW_SLOTS_BY_EXPERTS:
+        _few_launch(*sizes)(ids, local_id_of, *results)
+        return
+    shape, count, place = _launches(*sizes)
+    counts = ids.new_empty(shape, dtype=torch.int32)
+    count(ids, local_id_of, counts)
+    place(ids, local_id_of, counts, *results)
 
 
 @launches
-def _place_launches(
-    num_slots: int, num_experts: int, max_tiles: int, tile_rows: int, expert_rows: int, entries: int
-) -> tuple[tuple[int, int], Launch, Launch]:
-    """Shape of the counts, and the two launches."""
+def _few_launch(
+    num_slots: int,
+    num_experts: int,
+    num_ids: int,
+    top_k: int,
+    strides: tuple[int, ...],
+    max_tiles: int,
+    tile_rows: int,
+    expert_rows: int,
+    entries: int,
+) -> Launch:
     from hocket.moe.experts.kernels import permute as kernels
 
-    num_blocks = -(-num_slots // BLOCK_SLOTS)
-    bins = max(32, 1 << num_experts.bit_length())
-    constants = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": BLOCK_SLOTS}
-    count = Launch(kernels.count_slots, (num_blocks,), num_slots, **constants)
-    tiles_at_once = 64 if entries == 1 else 16
-    place = Launch(
-        kernels.place_slots,
-        (max(num_blocks, -(-max_tiles // tiles_at_once)),),
+    counted = max(32 * FEW_WARPS, 1 << (num_slots - 1).bit_length())
+    block = max(32, counted // FEW_PROGRAMS)
+    return Launch(
+        kernels.place_few_slots,
+        (max(-(-num_slots // block), -(-max_tiles // FEW_TILES)),),
+        *strides,
         num_slots,
-        num_blocks,
         max_tiles,
+        TOP_K=top_k,
+        NUM_IDS=num_ids,
         NUM_EXPERTS=num_experts,
         TILE_ROWS=tile_rows,
         EXPERT_ROWS=expert_rows,
         ENTRIES=entries,
+        TILES=FEW_TILES,
+        BINS=_bins(num_experts, 16),
+        BLOCK=block,
+        SLOTS=counted,
+        num_warps=FEW_WARPS,
+    )
+
+
+@launches
+def _launches(
+    num_slots: int,
+    num_experts: int,
+    num_ids: int,
+    top_k: int,
+    strides: tuple[int, ...],
+    max_tiles: int,
+    tile_rows: int,
+    expert_rows: int,
+    entries: int,
+) -> tuple[tuple[int, int], Launch, Launch]:
+    """Shape of the counts, and the two launches."""
+    from hocket.moe.experts.kernels import permute as kernels
+
+    num_blocks, bins = -(-num_slots // BLOCK_SLOTS), _bins(num_experts, 32)
+    constants = {
+        "TOP_K": top_k,
+        "NUM_IDS": num_ids,
+        "NUM_EXPERTS": num_experts,
+        "BINS": bins,
+        "BLOCK": BLOCK_SLOTS,
+    }
+    count = Launch(kernels.count_slots, (num_blocks,), *strides, num_slots, **constants)
+    tiles_at_once = 64 if entries == 1 else 16
+    place = Launch(
+        kernels.place_slots,
+        (max(num_blocks, -(-max_tiles // tiles_at_once)),),
+        *strides,
+        num_slots,
+        max_tiles,
+        num_blocks,
+        TILE_ROWS=tile_rows,
+        EXPERT_ROWS=expert_rows,
+        ENTRIES=entries,
         TILES=tiles_at_once,
-        BINS=bins,
-        BLOCK=BLOCK_SLOTS,
         CHUNK=max(1, _COUNTS_AT_ONCE // bins),
+        **constants,
     )
     return (num_blocks, bins), count, place
+
+
+def _bins(num_experts: int, least: int) -> int:
+    """A power of two; a warp counts into at least 32, here into `least` or into twice as many."""
+    return max(least, 1 << (num_experts - 1).bit_length())
 
 
 def row_alignment(stride: int) -> int:

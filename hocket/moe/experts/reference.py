@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hocket.moe.base import check_ids
 from hocket.moe.experts.base import Experts, silu_and_mul
 
 
@@ -15,8 +14,8 @@ class ReferenceExperts(Experts):
 
     name = "reference"
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        local_ids = self.local_ids(ids)
         out = torch.zeros(x.shape, device=x.device, dtype=torch.float32)
         for expert in range(self.num_local_experts):
             rows, slots = torch.where(local_ids == expert)

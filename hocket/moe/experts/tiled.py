@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hocket.layers.kernels import TiledKernels
-from hocket.moe.base import check_ids
 from hocket.moe.experts.base import Experts
 
 
@@ -24,8 +23,8 @@ class TiledExperts(Experts):
         super().__init__(*args, **kwargs)
         self._kernels = TiledKernels()
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        local_ids = self.local_ids(ids)
         num_rows, top_k = local_ids.shape
         if num_rows == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)

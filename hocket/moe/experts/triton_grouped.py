@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hocket.launch import Launch, launches
-from hocket.moe.base import check_ids
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.tile_config import GemmConfig, TileConfig, tile_config
@@ -35,30 +34,31 @@ class TritonGroupedExperts(Experts):
     def unsupported_reason(cls, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> str | None:
         return None if dtype in DTYPES else f"triton_grouped does not take {dtype}"
 
-    def forward(self, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-        check_ids(local_ids, self.num_local_experts, "local expert ids")
-        if local_ids.numel() == 0 or self.num_local_experts == 0:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self.check_ids(ids)
+        if ids.numel() == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
-        config = tile_config(self.rows_per_expert(local_ids), x.element_size())
-        return grouped_mlp(x, local_ids, weights, self.w13, self.w2, config, self.num_sms)
+        config = tile_config(self.rows_per_expert(ids), x.element_size())
+        return grouped_mlp(x, ids, weights, self.w13, self.w2, config, self.num_sms, self.local_id_of)
 
 
 def grouped_mlp(
     x: Tensor,
-    local_ids: Tensor,
+    ids: Tensor,
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
     config: TileConfig,
     num_sms: int | None = None,
+    local_id_of: Tensor | None = None,
 ) -> Tensor:
     """`Experts.forward` for weights w13 [E, 2 I, D] and w2 [E, D, I] with the given block sizes; N and E at least 1."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden_size, inter = w2.shape
-    tiles = permute.tiles_of(local_ids, num_experts, config.block_m)
+    tiles = permute.tiles_of(ids, num_experts, config.block_m, local_id_of)
     sms = num_sms or _num_sms(x.device)
     tma = _uses_tma(w13, config.gate_up), _uses_tma(w2, config.down)
-    gate_up, down = _launches(config, tiles.max_tiles, sms, hidden_size, inter, x.stride(0), local_ids.shape[1], tma)
+    gate_up, down = _launches(config, tiles.max_tiles, sms, hidden_size, inter, x.stride(0), ids.shape[1], tma)
     hidden = x.new_empty(tiles.num_places, inter)
     of_tiles = tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_tiles
     if tma[0]:

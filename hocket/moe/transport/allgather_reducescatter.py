@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.dist import collectives
 from hocket.errors import CapacityError
-from hocket.moe.base import DROPPED, TokenLayout, check_ids, is_on_host
+from hocket.moe.base import TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
 from hocket.moe.transport.rows import INT32_MAX, RowFormat
@@ -45,11 +45,6 @@ class AllGatherReduceScatterTransport(Transport):
         self._num_ranks = placement.num_ranks
         self._group = group
         self._numbers = itertools.count()
-        # One entry more than experts: index -1, a dropped slot, reads it.
-        mine = [DROPPED] * (placement.num_experts + 1)
-        for index, expert in enumerate(placement.experts_of(rank)):
-            mine[expert] = index
-        self._local_id_of = torch.tensor(mine, device=device)
 
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
         check_ids(topk_ids, self._num_experts, "expert ids")
@@ -64,7 +59,7 @@ class AllGatherReduceScatterTransport(Transport):
         def result() -> Dispatched:
             if padded and is_on_host(received):
                 check_numbers(number, torch.split(rows.numbers(received), padded))
-            return Dispatched(*rows.unpack_local(received, self._local_id_of), handle=GatherHandle(num_rows, padded))
+            return Dispatched(*rows.unpack(received), handle=GatherHandle(num_rows, padded))
 
         return Transfer(
             send=lambda: collectives.all_gather(received, sent, self._group),

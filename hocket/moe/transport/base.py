@@ -25,11 +25,11 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What this rank's experts get: x [N, D] (rows may be strided), local_ids int64 [N, K] (-1: not for this rank),
-    weights fp32 [N, K], and the handle that `finalize` takes."""
+    """What this rank's experts get: x [N, D], ids int [N, K] and weights fp32 [N, K] as they were given to `prepare`
+    (rows of all may be strided), also slots of other ranks' experts, and the handle that `finalize` takes."""
 
     x: Tensor
-    local_ids: Tensor
+    ids: Tensor
     weights: Tensor
     handle: Handle
 

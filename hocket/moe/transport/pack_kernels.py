@@ -1,14 +1,13 @@
 """Triton kernels that write and read rows of bytes (`rows.py`) on a GPU, one launch each. Know no layout: they are
 given the views of its parts.
 
-Shapes: N rows, M rows written, D hidden, K top-k, E experts of all ranks.
+Shapes: N rows, M rows written, D hidden, K top-k.
 """
 
 from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from hocket.launch import Launch, launches
 
 BLOCK_COLUMNS = 1024
-BLOCK_SLOTS = 256
 
 
 def pack(
@@ -56,24 +54,6 @@ def _pack_launch(
         ALIGN=math.gcd(strides[0], strides[6], 16),
         BLOCK=BLOCK_COLUMNS,
     )
-
-
-def local_ids(ids: Tensor, local_id_of: Tensor) -> Tensor:
-    """ids int32 [N, K] (rows may be strided) → int64 [N, K]: local_id_of int64 [E + 1] of each, its last for any id
-    that is not in [0, E)."""
-    num_rows, top_k = ids.shape
-    out = torch.empty(num_rows, top_k, device=ids.device, dtype=torch.int64)
-    if out.numel():
-        _local_ids_launch(num_rows, top_k, len(local_id_of) - 1, ids.stride())(ids, local_id_of, out)
-    return out
-
-
-@launches
-def _local_ids_launch(num_rows: int, top_k: int, num_experts: int, strides: tuple[int, ...]) -> Launch:
-    num_slots = num_rows * top_k
-    grid = (-(-num_slots // BLOCK_SLOTS),)
-    constants = {"TOP_K": top_k, "NUM_EXPERTS": num_experts, "BLOCK": BLOCK_SLOTS}
-    return Launch(_local_ids, grid, *strides, num_slots, **constants)
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -119,22 +99,3 @@ def _pack(
         tl.store(row_ids + row * row_ids_stride + slots * row_ids_step, chosen, mask=slots <= TOP_K)
         scale = tl.load(weights + row * weights_stride + slots * weights_step, mask=is_real & is_slot, other=0.0)
         tl.store(row_weights + row * row_weights_stride + slots * row_weights_step, scale, mask=is_slot)
-
-
-@triton.jit
-def _local_ids(
-    ids,
-    local_id_of,
-    out,
-    ids_stride,
-    ids_step,
-    num_slots,
-    TOP_K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_slot = slots < num_slots
-    expert = tl.load(ids + (slots // TOP_K).to(tl.int64) * ids_stride + slots % TOP_K * ids_step, mask=is_slot)
-    expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
-    tl.store(out + slots, tl.load(local_id_of + expert, mask=is_slot), mask=is_slot)

@@ -72,18 +72,9 @@ class RowFormat:
         return self.pack(sums, nothing, nothing.float(), num_rows, number)
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """uint8 [N, row_bytes] → (x [N, D], ids int64 [N, K], weights fp32 [N, K]); x and weights are views."""
+        """uint8 [N, row_bytes] → (x [N, D], ids int32 [N, K], weights fp32 [N, K]), all of them views."""
         x, ids, weights = self._views(rows)
-        return x, ids[:, :-1].long(), weights
-
-    def unpack_local(self, rows: Tensor, local_id_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Like `unpack`, with local_id_of int64 [E + 1] of each id; its last entry is that of -1."""
-        x, ids, weights = self._views(rows)
-        if rows.is_cuda:
-            from hocket.moe.transport import pack_kernels
-
-            return x, pack_kernels.local_ids(ids[:, :-1], local_id_of), weights
-        return x, local_id_of[ids[:, :-1].long()], weights
+        return x, ids[:, :-1], weights
 
     def numbers(self, rows: Tensor) -> Tensor:
         """uint8 [N, row_bytes] → int32 [N]: the number each row was packed with."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.dist import collectives
-from hocket.moe.base import DROPPED, TokenLayout, check_ids, is_on_host
+from hocket.moe.base import TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
 from hocket.moe.transport.rows import INT32_MAX, RowFormat
@@ -94,7 +94,6 @@ class TorchTransport(Transport):
         self._group = group
         # One entry more than experts: index -1, a dropped slot, reads it and finds a rank that does not exist.
         self._rank_of = torch.tensor([*placement.rank_of, placement.num_ranks], device=device)
-        self._local_idx = torch.tensor([*placement.local_idx, DROPPED], device=device)
         self._ranks = torch.arange(placement.num_ranks, device=device)
         self._numbers = itertools.count()
 
@@ -102,10 +101,9 @@ class TorchTransport(Transport):
         check_ids(topk_ids, self._num_experts, "expert ids")
         owner = self._rank_of[topk_ids]
         is_wanted = (owner == self._ranks[:, None, None]).any(dim=-1)  # [n, T]
-        dest, token_idx = is_wanted.nonzero(as_tuple=True)  # by rank, then by token
-        local_ids = torch.where(owner[token_idx] == dest[:, None], self._local_idx[topk_ids[token_idx]], DROPPED)
+        _, token_idx = is_wanted.nonzero(as_tuple=True)  # by rank, then by token
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
-        packed = rows.pack(x[token_idx], local_ids, topk_weights[token_idx], len(token_idx))
+        packed = rows.pack(x[token_idx], topk_ids[token_idx], topk_weights[token_idx], len(token_idx))
         under_way = _Dispatch(self._rank, self._group, rows, is_wanted.sum(dim=-1), packed, next(self._numbers))
 
         def result() -> Dispatched:

@@ -11,22 +11,56 @@ import triton.language as tl
 
 
 @triton.jit
-def count_slots(ids, counts, num_slots, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """ids int64 [S] → counts int32 [blocks of BLOCK slots, BINS]: slots of each expert in each block; BINS > E.
+def count_slots(
+    ids,
+    local_id_of,
+    counts,
+    ids_stride,
+    ids_step,
+    num_slots,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ids int [N, K] → counts int32 [blocks of BLOCK slots, BINS]: slots of each expert in each block; BINS ≥ E.
 
-    Whatever is not in [0, E) is counted under E.
+    NUM_IDS: how many experts all ranks have, with local_id_of int64 [NUM_IDS + 1]; 0 where ids are local.
     """
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(ids + slots, mask=slots < num_slots, other=-1)
-    is_local = (expert >= 0) & (expert < NUM_EXPERTS)
-    bins = tl.where(is_local, expert, NUM_EXPERTS).to(tl.int32)
-    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(bins, BINS))
+    expert = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
+    tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS, mask=expert >= 0))
+
+
+@triton.jit
+def _experts_of(
+    ids,
+    local_id_of,
+    slots,
+    ids_stride,
+    ids_step,
+    num_slots,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """int32: the local experts of slots, -1 where there is none."""
+    is_slot = slots < num_slots
+    expert = tl.load(
+        ids + (slots // TOP_K).to(tl.int64) * ids_stride + slots % TOP_K * ids_step, mask=is_slot, other=-1
+    )
+    if NUM_IDS > 0:
+        is_known = (expert >= 0) & (expert < NUM_IDS)
+        expert = tl.load(local_id_of + expert, mask=is_known, other=-1)
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, -1).to(tl.int32)
 
 
 @triton.jit
 def place_slots(
     ids,
+    local_id_of,
     counts,
     place_of_slot,
     slot_of_place,
@@ -34,9 +68,13 @@ def place_slots(
     rows_of_tile,
     num_tiles,
     rows_of_expert,
+    ids_stride,
+    ids_step,
     num_slots,
-    num_blocks,
     max_tiles,
+    num_blocks,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     EXPERT_ROWS: tl.constexpr,
@@ -54,7 +92,6 @@ def place_slots(
 
     Always writes place_of_slot int32 [S] (-1: of no local expert) and rows_of_expert int32 [E].
     """
-    block = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
@@ -62,8 +99,126 @@ def place_slots(
         blocks = first + tl.arange(0, CHUNK)
         found = tl.load(counts + blocks[:, None] * BINS + bins[None, :], mask=blocks[:, None] < num_blocks, other=0)
         total += tl.sum(found, 0)
-        before += tl.sum(tl.where(blocks[:, None] < block, found, 0), 0)
-    total = tl.where(bins < NUM_EXPERTS, total, 0)
+        before += tl.sum(tl.where(blocks[:, None] < tl.program_id(0), found, 0), 0)
+    _place(
+        ids,
+        local_id_of,
+        before,
+        total,
+        place_of_slot,
+        slot_of_place,
+        expert_of_tile,
+        rows_of_tile,
+        num_tiles,
+        rows_of_expert,
+        ids_stride,
+        ids_step,
+        num_slots,
+        max_tiles,
+        TOP_K,
+        NUM_IDS,
+        NUM_EXPERTS,
+        TILE_ROWS,
+        EXPERT_ROWS,
+        ENTRIES,
+        TILES,
+        BINS,
+        BLOCK,
+    )
+
+
+@triton.jit
+def place_few_slots(
+    ids,
+    local_id_of,
+    place_of_slot,
+    slot_of_place,
+    expert_of_tile,
+    rows_of_tile,
+    num_tiles,
+    rows_of_expert,
+    ids_stride,
+    ids_step,
+    num_slots,
+    max_tiles,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    EXPERT_ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TILES: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """What `count_slots` and `place_slots` do, in one launch: every program counts all slots itself, at most SLOTS."""
+    slots = tl.arange(0, SLOTS)
+    expert = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
+    # Each expert has a bin for the slots before this program's block and one for the others.
+    is_late = (slots >= tl.program_id(0) * BLOCK).to(tl.int32)
+    found = tl.histogram(expert * 2 + is_late, 2 * BINS, mask=expert >= 0)
+    before, late = tl.split(tl.reshape(found, [BINS, 2]))
+    total = before + late
+    _place(
+        ids,
+        local_id_of,
+        before,
+        total,
+        place_of_slot,
+        slot_of_place,
+        expert_of_tile,
+        rows_of_tile,
+        num_tiles,
+        rows_of_expert,
+        ids_stride,
+        ids_step,
+        num_slots,
+        max_tiles,
+        TOP_K,
+        NUM_IDS,
+        NUM_EXPERTS,
+        TILE_ROWS,
+        EXPERT_ROWS,
+        ENTRIES,
+        TILES,
+        BINS,
+        BLOCK,
+    )
+
+
+@triton.jit
+def _place(
+    ids,
+    local_id_of,
+    before,
+    total,
+    place_of_slot,
+    slot_of_place,
+    expert_of_tile,
+    rows_of_tile,
+    num_tiles,
+    rows_of_expert,
+    ids_stride,
+    ids_step,
+    num_slots,
+    max_tiles,
+    TOP_K: tl.constexpr,
+    NUM_IDS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    EXPERT_ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    TILES: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The part of `place_slots` that one program has, a block of slots and TILES tiles, from the experts' slots before
+    that block and in total, both int32 [BINS]."""
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    if block == 0:
+        tl.store(rows_of_expert + bins, total, mask=bins < NUM_EXPERTS)
     if EXPERT_ROWS > 0:
         begin = bins * EXPERT_ROWS
     else:
@@ -82,17 +237,14 @@ def place_slots(
         tl.store(rows_of_tile + tile, tl.minimum(rows, TILE_ROWS), mask=is_tile)
         if block == 0:
             tl.store(num_tiles, tl.sum(tiles, 0))
-    if block == 0:
-        tl.store(rows_of_expert + bins, total, mask=bins < NUM_EXPERTS)
     slots = block * BLOCK + tl.arange(0, BLOCK)
-    mine = tl.load(ids + slots, mask=slots < num_slots, other=-1).to(tl.int32)
-    is_local = (mine >= 0) & (mine < NUM_EXPERTS)
+    mine = _experts_of(ids, local_id_of, slots, ids_stride, ids_step, num_slots, TOP_K, NUM_IDS, NUM_EXPERTS)
     is_earlier = tl.arange(0, BLOCK)[None, :] < tl.arange(0, BLOCK)[:, None]
     rank = tl.sum(((mine[:, None] == mine[None, :]) & is_earlier).to(tl.int32), 1)
-    place = tl.gather(begin + before, tl.where(is_local, mine, 0), 0) + rank
-    tl.store(place_of_slot + slots, tl.where(is_local, place, -1), mask=slots < num_slots)
+    place = tl.gather(begin + before, tl.where(mine >= 0, mine, 0), 0) + rank
+    tl.store(place_of_slot + slots, tl.where(mine >= 0, place, -1), mask=slots < num_slots)
     if EXPERT_ROWS == 0:
-        tl.store(slot_of_place + place, slots, mask=is_local)
+        tl.store(slot_of_place + place, slots, mask=mine >= 0)
 
 
 @triton.jit
