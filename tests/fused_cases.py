@@ -15,7 +15,7 @@ from torch import Tensor
 from hocket.config.model import RopeConfig
 from hocket.config.moe import MoEConfig
 from hocket.layers import routing
-from hocket.layers.kernels import Kernels
+from hocket.layers.kernels import Kernels, Places
 from hocket.layers.rotary import RotaryEmbedding, Rotation
 
 FP32_SLACK = 32 * torch.finfo(torch.float32).eps
@@ -68,6 +68,13 @@ class Draw:
     def apart(self, num_rows: int, width: int, more: int = 16) -> Tensor:
         """[num_rows, width] whose rows lie apart, as a part of a merged projection's result."""
         return self(num_rows, width + more)[:, more // 2 : more // 2 + width]
+
+    def places(self, num_slots: int, num_rows: int, like: Tensor) -> Places:
+        """For `num_slots` of so many rows [T, N] as `like`, all different, every fourth nowhere; rows lie apart."""
+        rows = self.apart(2 * num_rows + 1, like.shape[1])
+        slots = torch.randperm(len(rows), generator=self._generator)[:num_slots].to(self.device)
+        slots[1::4] = -1
+        return Places(rows, slots)
 
     def rotation(self, rope: RopeConfig, num_rows: int) -> Rotation:
         positions = torch.randint(MAX_POSITION, (num_rows,), generator=self._generator).to(self.device)
@@ -145,12 +152,36 @@ def check_latent_rows(kernels: Kernels, draw: Draw, num_rows: int, rope: str, nu
         exact = heads.double()
         exact = torch.cat((exact[..., :plain], exact_rotation(exact[..., plain:], rotation)), dim=-1)
         exact_key = exact_rotation(k_rot.double()[:, None], rotation)[:, 0]
-        query, latent = kernels.latent_rows(heads, compressed, k_rot, weight, EPS, rotation)
+        given = heads.clone() if name == "together" else heads
+        query, latent, is_stored = kernels.latent_rows(given, compressed, k_rot, weight, EPS, rotation)
+        assert not is_stored, "there are no places"
         assert query.is_contiguous()
         assert latent.is_contiguous()
         assert_rounded_once(f"query, rows {name}", query, exact, 8)
         assert_rounded_once("latent, normalised", latent[:, :width], exact_norm(compressed, weight), 8)
         assert_rounded_once("latent, rotated", latent[:, width:], exact_key, 8)
+        for num_slots in {0, num_rows // 2, num_rows}:
+            given, places = heads.clone() if name == "together" else heads, draw.places(num_slots, num_rows, latent)
+            before = places.rows.clone()
+            again = kernels.latent_rows(given, compressed, k_rot, weight, EPS, rotation, places)
+            assert_same_bits("query, with places", again[0], query)
+            assert_same_bits("latent, with places", again[1], latent)
+            check_places(places, before, latent, again[2])
+
+
+def check_places(places: Places, before: Tensor, x: Tensor, is_stored: bool) -> None:
+    """Rows of x, and nothing else, lie at `places`, which held `before`: if they are said to be stored."""
+    if is_stored:
+        kept = places.slots >= 0
+        before[places.slots[kept]] = x[: len(places.slots)][kept]
+    assert_same_bits("places", places.rows, before)
+
+
+def assert_same_bits(what: str, got: Tensor, expected: Tensor) -> None:
+    def message(found: str) -> str:
+        return f"{what}: {found}"
+
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=message)
 
 
 def check_normed_heads(kernels: Kernels, draw: Draw, num_rows: int, rope: str, num_heads: int, num_keys: int) -> None:

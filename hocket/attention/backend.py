@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hocket.attention.base import AttentionMetadata
 from hocket.attention.plan import Plan
+from hocket.layers.kernels import Places
 
 P = TypeVar("P", bound=Plan)
 
@@ -48,6 +49,13 @@ class AttentionBackend(ABC, Generic[P]):
         """
         raise AssertionError(f"{self.name} cannot be captured")
 
+    def places(self, cache: Tensor, plan: P) -> Places | None:
+        """Where the step's latents may be stored by whoever makes them, before `latent` is called with `is_stored`.
+
+        None: nobody but the backend stores them.
+        """
+        return None
+
     @abstractmethod
     def grouped_query(self, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:
         """Store this step's keys and values, then attend.
@@ -57,9 +65,19 @@ class AttentionBackend(ABC, Generic[P]):
         """
 
     @abstractmethod
-    def latent(self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: P, scale: float) -> Tensor:
+    def latent(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        kv_b: Tensor,
+        cache: Tensor,
+        plan: P,
+        scale: float,
+        is_stored: bool = False,
+    ) -> Tensor:
         """Store this step's latents, then attend.
 
         query [T, H, N + P], its last P rotated; latent [T, L + P]; kv_b [H, N + V, L], the expansion of the latent;
-        cache [blocks, block_size, L + P]. Returns [T, H · V], padding rows zero.
+        cache [blocks, block_size, L + P]. is_stored: the latents lie at `places`. Returns [T, H · V], padding rows
+        zero.
         """

@@ -26,6 +26,7 @@ from hocket.attention.flashinfer_library import HeadShapes, Library, WrapperSet
 from hocket.attention.latent_calls import at, attend_absorbed, attend_expanded, written_at
 from hocket.attention.paging import Piece, latent_groups, pages, pieces, rows_of, slots_of, starts_of
 from hocket.attention.plan import Plan, Rows
+from hocket.layers.kernels import Places
 from hocket.trace import spans
 from hocket.trace.spans import Stage
 
@@ -96,7 +97,7 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
         plan = FlashInferPlan(
             num_rows=num_rows,
             write_rows=None,
-            write_slots=meta.slot_mapping[: meta.num_tokens] if meta.num_tokens else None,
+            write_slots=meta.slot_mapping[: meta.num_tokens],
             paged=paged,
             expanded=expanded,
             covers_all=meta.num_tokens == num_rows,
@@ -160,14 +161,26 @@ class FlashInferAttention(AttentionBackend[FlashInferPlan]):
             run.wrapper.run(query[run.rows], (cache[0], cache[1]), out=out[run.rows])
         return out.flatten(1)
 
+    def places(self, cache: Tensor, plan: FlashInferPlan) -> Places | None:
+        if plan.write_slots is None or self._heads.mla is None:
+            return None
+        return Places(cache.view(-1, cache.shape[2]), plan.write_slots)
+
     def latent(
-        self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: FlashInferPlan, scale: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        kv_b: Tensor,
+        cache: Tensor,
+        plan: FlashInferPlan,
+        scale: float,
+        is_stored: bool = False,
     ) -> Tensor:
         from hocket.attention.store import store_latent
 
         spans.begin(Stage.ATTENTION)
         assert scale == self._heads.scale
-        if plan.write_slots is not None:
+        if plan.write_slots is not None and not is_stored:
             store_latent(cache, latent, plan.write_slots)
         rotated = latent.shape[1] - kv_b.shape[2]
         out = _output(query, kv_b.shape[1] - (query.shape[2] - rotated), plan)

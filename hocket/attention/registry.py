@@ -38,8 +38,16 @@ class SdpaAttention(AttentionBackend[AttentionPlan]):
         return paged_attention(query, key, value, cache, plan, scale)
 
     def latent(
-        self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: AttentionPlan, scale: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        kv_b: Tensor,
+        cache: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        is_stored: bool = False,
     ) -> Tensor:
+        assert not is_stored
         return paged_mla(query, latent, kv_b, cache, plan, scale)
 
 

@@ -92,8 +92,16 @@ class TiledAttention(AttentionBackend[TiledPlan]):
         return _attend(query, keys, values, cache.shape[3], plan, scale).flatten(1)
 
     def latent(
-        self, query: Tensor, latent: Tensor, kv_b: Tensor, cache: Tensor, plan: TiledPlan, scale: float
+        self,
+        query: Tensor,
+        latent: Tensor,
+        kv_b: Tensor,
+        cache: Tensor,
+        plan: TiledPlan,
+        scale: float,
+        is_stored: bool = False,
     ) -> Tensor:
+        assert not is_stored
         spans.begin(Stage.ATTENTION)
         if plan.write_slots is not None:
             write_latent(cache, plan.written(latent), plan.write_slots)

@@ -10,6 +10,7 @@ Shapes: T rows, K input width, N output width, H heads; of the fused operations 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,17 @@ LANES = 64
 """Elements that no vectorised function takes at once: a multiple leaves no rest."""
 MAX_ELEMENTS = 16384
 """Most elements of one call: PyTorch gives so few to one thread, so no cut between threads leaves a rest either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where rows of a step are wanted besides: of x [T, N] row i at rows[slots[i]]; −1: nowhere.
+
+    rows [R, N], which may lie apart; slots int64 [S] of the first S ≤ T rows. Of rows with the same slot one stays.
+    """
+
+    rows: Tensor
+    slots: Tensor
 
 
 class Kernels:
@@ -71,17 +83,25 @@ class Kernels:
         return self.rms_norm(total, weight, eps), total
 
     def latent_rows(
-        self, q: Tensor, compressed: Tensor, k_rot: Tensor, weight: Tensor, eps: float, rotation: Rotation
-    ) -> tuple[Tensor, Tensor]:
-        """What latent attention reads of the projections, contiguous: (query [T, H, N + P], latent [T, L + P]).
+        self,
+        q: Tensor,
+        compressed: Tensor,
+        k_rot: Tensor,
+        weight: Tensor,
+        eps: float,
+        rotation: Rotation,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, bool]:
+        """What latent attention reads of the projections, contiguous: (query [T, H, N + P], latent [T, L + P], whether
+        the latents lie at `places` too: the caller stores them where not).
 
         q [T, H, N + P], whose last P are rotated, may be overwritten; compressed [T, L] is normalised with weight [L];
-        k_rot [T, P] is rotated.
+        k_rot [T, P] is rotated. places: of rows in q's dtype.
         """
         rotated = k_rot.shape[-1]
         query = torch.cat((q[..., :-rotated], rotation.rotate(q[..., -rotated:])), dim=-1)
         latent = torch.cat((self.rms_norm(compressed, weight, eps), rotation.rotate(k_rot[:, None])[:, 0]), dim=-1)
-        return query, latent
+        return query, latent, False
 
     def normed_heads(
         self, query: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rotation: Rotation

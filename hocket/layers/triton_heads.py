@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hocket.launch import Launch, launches
+from hocket.layers.kernels import Places
 from hocket.layers.rotary import Rotation
 
 MAX_HEADS = 16
@@ -38,11 +39,17 @@ def _angles(angles, row, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotate(source, target, first, second, cos, sin, inside):
+def _rotated(source, first, second, cos, sin, inside):
     a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target + first, a * cos - b * sin, mask=inside)
-    tl.store(target + second, a * sin + b * cos, mask=inside)
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def _rotate(source, target, first, second, cos, sin, inside):
+    a, b = _rotated(source, first, second, cos, sin, inside)
+    tl.store(target + first, a, mask=inside)
+    tl.store(target + second, b, mask=inside)
 
 
 @triton.jit
@@ -53,16 +60,22 @@ def _copy(source, target, width, is_row, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normalise(source, target, weight, width, eps, WIDTH: tl.constexpr):
+def _normalised(source, col, weight, width, eps):
     """RMS norm of one vector."""
-    col = tl.arange(0, WIDTH)
     value = tl.load(source + col, mask=col < width, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     gain = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
-    tl.store(target + col, value * scale * gain, mask=col < width)
+    return value * scale * gain
 
 
 @triton.jit
+def _store_latent(target, normed, a, b, col, first, second, width, is_plain, is_pair):
+    tl.store(target + col, normed, mask=is_plain)
+    tl.store(target + width + first, a, mask=is_pair)
+    tl.store(target + width + second, b, mask=is_pair)
+
+
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
 def _latent_rows_kernel(
     q,
     query,
@@ -71,9 +84,13 @@ def _latent_rows_kernel(
     weight,
     angles,
     latent,
+    places,
+    slots,
+    num_slots,
     q_stride,
     compressed_stride,
     k_rot_stride,
+    place_stride,
     num_heads,
     plain,
     half,
@@ -81,6 +98,7 @@ def _latent_rows_kernel(
     eps,
     INTERLEAVED: tl.constexpr,
     COPY: tl.constexpr,
+    STORES: tl.constexpr,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     HALF: tl.constexpr,
@@ -98,9 +116,17 @@ def _latent_rows_kernel(
             _copy(source, target, plain, head < num_heads, PLAIN)
         _rotate(source + plain, target + plain, first, second, cos, sin, (head < num_heads) & is_pair)
     else:
+        if STORES:  # asked for early: it is here when the row is computed
+            slot = tl.load(slots + row, mask=row < num_slots, other=-1)
+        col = tl.arange(0, WIDTH)
+        normed = _normalised(compressed + row * compressed_stride, col, weight, width, eps)
+        a, b = _rotated(k_rot + row * k_rot_stride, first, second, cos, sin, is_pair)
         own = latent + row * (width + 2 * half)
-        _normalise(compressed + row * compressed_stride, own, weight, width, eps, WIDTH)
-        _rotate(k_rot + row * k_rot_stride, own + width, first, second, cos, sin, is_pair)
+        _store_latent(own, normed, a, b, col, first, second, width, col < width, is_pair)
+        if STORES:
+            place, has_place = places + slot * place_stride, slot >= 0
+            inside = (col < width) & has_place
+            _store_latent(place, normed, a, b, col, first, second, width, inside, is_pair & has_place)
 
 
 @triton.jit
@@ -165,9 +191,16 @@ def _normed_heads_kernel(
 
 
 def latent_rows(
-    q: Tensor, compressed: Tensor, k_rot: Tensor, weight: Tensor, eps: float, rotation: Rotation
+    q: Tensor,
+    compressed: Tensor,
+    k_rot: Tensor,
+    weight: Tensor,
+    eps: float,
+    rotation: Rotation,
+    places: Places | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.latent_rows`; a contiguous q is rotated where it lies, another is copied on the way."""
+    """As `Kernels.latent_rows`; a contiguous q is rotated where it lies, another is copied on the way. What is stored
+    at `places` has the bits of the latents returned."""
     num_rows, num_heads, head_width = q.shape
     width, rotated = compressed.shape[1], k_rot.shape[1]
     strides = q.stride(), compressed.stride(), k_rot.stride()
@@ -176,9 +209,18 @@ def latent_rows(
     query = q if q.is_contiguous() else torch.empty_like(q, memory_format=torch.contiguous_format)
     latent = q.new_empty(num_rows, width + rotated)
     widths = head_width - rotated, rotated // 2, width
-    rows_apart = strides[0][0], strides[1][0], strides[2][0]
-    launch = _latent_rows_launch(num_rows, num_heads, widths, rows_apart, eps, rotation.is_interleaved, query is not q)
-    launch(q, query, compressed, k_rot, weight, rotation.angles, latent)
+    rows, slots, num_slots, place_stride = None, None, 0, 0
+    if places is not None:
+        rows, slots, num_slots = places.rows, places.slots, len(places.slots)
+        place_stride, step = rows.stride()
+        assert (rows.dtype, rows.shape[1], step) == (latent.dtype, latent.shape[1], 1)
+        assert slots.dtype == torch.int64
+        assert slots.is_contiguous()
+        assert num_slots <= num_rows
+    rows_apart = strides[0][0], strides[1][0], strides[2][0], place_stride
+    how = rotation.is_interleaved, query is not q, places is not None
+    launch = _latent_rows_launch(num_rows, num_heads, widths, rows_apart, eps, *how)
+    launch(q, query, compressed, k_rot, weight, rotation.angles, latent, rows, slots, changing=(num_slots,))
     return query, latent
 
 
@@ -187,12 +229,13 @@ def _latent_rows_launch(
     num_rows: int,
     num_heads: int,
     widths: tuple[int, int, int],
-    strides: tuple[int, int, int],
+    strides: tuple[int, int, int, int],
     eps: float,
     is_interleaved: bool,
     copies: bool,
+    stores: bool,
 ) -> Launch:
-    """widths: N, P / 2, L; strides: of rows of q, the latents and the rotated keys."""
+    """widths: N, P / 2, L; strides: of rows of q, the latents, the rotated keys and the places."""
     heads = _heads_of_program(num_heads)
     plain, half, width = (int(triton.next_power_of_2(n)) for n in widths)
     return Launch(
@@ -204,6 +247,7 @@ def _latent_rows_launch(
         eps,
         INTERLEAVED=is_interleaved,
         COPY=copies,
+        STORES=stores,
         HEADS=heads,
         PLAIN=plain,
         HALF=half,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hocket.config.moe import MoEConfig
 from hocket.layers import triton_elementwise, triton_heads, triton_routing
-from hocket.layers.kernels import Kernels
+from hocket.layers.kernels import Kernels, Places
 from hocket.layers.rotary import Rotation
 
 
@@ -38,9 +38,17 @@ class TritonKernels(Kernels):
         return normed, total
 
     def latent_rows(
-        self, q: Tensor, compressed: Tensor, k_rot: Tensor, weight: Tensor, eps: float, rotation: Rotation
-    ) -> tuple[Tensor, Tensor]:
-        return triton_heads.latent_rows(q, compressed, k_rot, weight, eps, rotation)
+        self,
+        q: Tensor,
+        compressed: Tensor,
+        k_rot: Tensor,
+        weight: Tensor,
+        eps: float,
+        rotation: Rotation,
+        places: Places | None = None,
+    ) -> tuple[Tensor, Tensor, bool]:
+        query, latent = triton_heads.latent_rows(q, compressed, k_rot, weight, eps, rotation, places)
+        return query, latent, places is not None
 
     def normed_heads(
         self, query: Tensor, key: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rotation: Rotation

@@ -62,9 +62,11 @@ class LatentAttention(Attention):
         if self.q_a_norm is not None and self.q_b is not None:
             q = self.q_b(self.q_a_norm(q))
         q = q.view(q.shape[0], self.num_heads, mla.qk_head_dim)
-        norm = self.kv_a_norm
-        query, latent = self.backends.kernels.latent_rows(q, compressed, k_rot, norm.weight, norm.eps, rotation)
-        out: Tensor = self.o(self.backends.attention.latent(query, latent, self._kv_b, cache, plan, self.scale))
+        norm, kernels, attention = self.kv_a_norm, self.backends.kernels, self.backends.attention
+        query, latent, is_stored = kernels.latent_rows(
+            q, compressed, k_rot, norm.weight, norm.eps, rotation, attention.places(cache, plan)
+        )
+        out: Tensor = self.o(attention.latent(query, latent, self._kv_b, cache, plan, self.scale, is_stored))
         return out
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import fake_flashinfer
 import fused_cases as cases
 import paged
 import pytest
@@ -11,6 +12,8 @@ import torch
 from checkpoints import CONFIGS
 from fused_cases import Draw
 
+from hocket.attention.flashinfer import FlashInferAttention
+from hocket.attention.flashinfer_library import HeadShapes
 from hocket.config.model import ModelConfig
 from hocket.layers.kernels import PLAIN, Kernels
 from hocket.layers.triton_kernels import TritonKernels
@@ -18,6 +21,8 @@ from hocket.layers.triton_routing import _logits
 from hocket.models.backends import Backends
 from hocket.models.loader import dummy_weights
 from hocket.models.registry import build_model
+from hocket.overlap.slices import cut_batch, equal_bounds
+from hocket.overlap.views import split_inputs
 
 pytestmark = [  # numpy's, of the interpreter: the second two about rows of NaN, which the tests plant
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -97,3 +102,37 @@ def test_models_say_the_same(name: str) -> None:
     for i, (first, stop) in enumerate(pairwise((0, 13, 14, 15))):
         plain, fused = (run.step([("a", tokens[first:stop])], num_padding=i)["a"] for run in runs)
         torch.testing.assert_close(fused, plain, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_latents_are_stored_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel that makes them, in every layer: prefills, decodes, padding, no tokens at all, and ubatches."""
+    config = ModelConfig.from_dict(CONFIGS[name])
+    with fake_flashinfer.installed():
+        from hocket.attention import store
+
+        stored: list[int] = []
+        store_latent = fake_flashinfer.store_latent
+        monkeypatch.setattr(store, "store_latent", lambda *args: (stored.append(1), store_latent(*args)))
+        backends = [
+            Backends(kernels=kernels, attention=FlashInferAttention(HeadShapes.of(config), paged.CPU))
+            for kernels in (PLAIN, FUSED)
+        ]
+        runs = []
+        for each in backends:
+            model = build_model(config, paged.one_rank_factory(config), paged.CPU, torch.float32, each)
+            dummy_weights(model)
+            runs.append(paged.PagedRun(model))
+        counts = []
+        for run in runs:
+            stored.clear()
+            for num_padding, work in enumerate(([], [("a", [5, 6, 7]), ("b", [8])], [("a", [9]), ("b", [3])])):
+                run.step(work, num_padding=num_padding + 1)
+            inputs = run.inputs([("a", [4] * 5), ("b", [2])])
+            for part in split_inputs(inputs, cut_batch([5, 1], equal_bounds(6, 2))):
+                run.model(part, run.caches)
+            counts.append(len(stored))
+    assert counts == [5 * config.num_layers, 0]
+    for plain, fused in zip(*(run.caches for run in runs), strict=True):
+        assert torch.equal(plain.isnan(), fused.isnan()), "other rows were written"
+        torch.testing.assert_close(fused, plain, atol=2e-5, rtol=0, equal_nan=True)

@@ -208,6 +208,28 @@ def test_whose_kernel_decodes_latents(
         _ = heads(num_heads=num_heads, mla=MLA).decodes_latents_with_triton
 
 
+def test_latents_that_are_stored_already(stand_in: None) -> None:
+    """At the places that the backend names; keys and values, and latents of other backends, have none."""
+    attention, size, lens = FlashInferAttention(heads(num_heads=8, head_dim=8, mla=SMALL_MLA), CPU), 4, [5, 1, 30]
+    decodes = Decodes(0, lens, size, (14,))
+    plan, cache = attention.plan(decodes.meta, 3, size, torch.float32, 1), decodes.cache.clone()
+    query, kv_b = decodes.randn(3, 8, 8), decodes.randn(8, 14, 12)
+    expected = attention.latent(query, decodes.new, kv_b, cache.clone(), plan, 0.3)
+    places = attention.places(cache, plan)
+    assert places is not None
+    places.rows[places.slots] = decodes.new
+    before = cache.clone()
+    found = attention.latent(query, torch.zeros_like(decodes.new), kv_b, cache, plan, 0.3, is_stored=True)
+    assert torch.equal(found, expected)
+    assert torch.equal(cache.nan_to_num(), before.nan_to_num())
+    of_heads = FlashInferAttention(heads(num_heads=8, num_kv_heads=4, head_dim=8), CPU)
+    pairs = Decodes(0, lens, size, (2, 4, 8))
+    plan = of_heads.plan(pairs.meta, 3, size, torch.float32, 1)
+    assert of_heads.places(pairs.cache.movedim(2, 0).contiguous(), plan) is None
+    sdpa = SdpaAttention()
+    assert sdpa.places(cache, sdpa.plan(decodes.meta, 3, size, torch.float32, 1)) is None
+
+
 def test_a_captured_plan_has_a_fixed_number_of_rows(stand_in: None) -> None:
     attention = FlashInferAttention(heads(num_heads=8, num_kv_heads=4, head_dim=8), CPU)
     plan = attention.decode_plan(4, 64, 4, torch.float32, slot_bytes=1)
