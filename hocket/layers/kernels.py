@@ -77,9 +77,11 @@ class Kernels:
         """x [..., N] / sqrt(mean(x²) + eps) · weight [N], fp32 inside."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, residual [T, N] → (`rms_norm` of residual + x, residual + x)."""
-        total = residual + x
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual and, if there is one, beside [T, N] → (`rms_norm` of their sum, the sum)."""
+        total = residual + (x if beside is None else x + beside)
         return self.rms_norm(total, weight, eps), total
 
     def latent_rows(

@@ -24,8 +24,9 @@ class RMSNorm(nn.Module):
         """x [..., width] → the same shape and dtype."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, residual: Tensor | None, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [T, width] and what it is added to (None: nothing) → (norm of the sum, the sum)."""
         if residual is None:
+            assert beside is None
             return self(x), x
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, beside)

@@ -19,7 +19,18 @@ SILU_BLOCK = 1024
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, total, x_stride, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    beside,
+    weight,
+    out,
+    total,
+    x_stride,
+    width,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BESIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
@@ -27,6 +38,8 @@ def _rms_norm_kernel(
     value = tl.load(x + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         value += tl.load(residual + row * width + cols, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BESIDE:
+            value += tl.load(beside + row * width + cols, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * width + cols, value, mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
@@ -44,8 +57,11 @@ def _silu_mul_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + cols, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """x [T, N] (rows may lie apart), residual [T, N] → (norm of residual + x, residual + x or None)."""
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x [T, N] (rows may lie apart), residual [T, N] and beside [T, N], which is only added where there is a residual →
+    (norm of their sum, the sum or None without a residual)."""
     num_rows, width = x.shape
     stride, step = x.stride()
     assert step == 1
@@ -53,16 +69,20 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     total = None
     if residual is not None:
         residual = residual.contiguous()
+        beside = None if beside is None else beside.contiguous()
         total = torch.empty_like(out)
-    _rms_norm_launch(num_rows, width, stride, eps, residual is not None)(x, residual, weight, out, total)
+    has = residual is not None, beside is not None
+    _rms_norm_launch(num_rows, width, stride, eps, *has)(x, residual, beside, weight, out, total)
     return out, total
 
 
 @launches
-def _rms_norm_launch(num_rows: int, width: int, stride: int, eps: float, has_residual: bool) -> Launch:
+def _rms_norm_launch(
+    num_rows: int, width: int, stride: int, eps: float, has_residual: bool, has_beside: bool
+) -> Launch:
     block = triton.next_power_of_2(width)
     num_warps = min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS)
-    constants = {"HAS_RESIDUAL": has_residual, "BLOCK": block, "num_warps": num_warps}
+    constants = {"HAS_RESIDUAL": has_residual, "HAS_BESIDE": has_beside, "BLOCK": block, "num_warps": num_warps}
     return Launch(_rms_norm_kernel, (num_rows,), stride, width, eps, **constants)
 
 

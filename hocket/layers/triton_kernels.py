@@ -32,8 +32,10 @@ class TritonKernels(Kernels):
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         return triton_elementwise.rms_norm(rows, None, weight, eps)[0].view(x.shape)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total = triton_elementwise.rms_norm(x, residual, weight, eps)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = triton_elementwise.rms_norm(x, residual, weight, eps, beside)
         assert total is not None
         return normed, total
 

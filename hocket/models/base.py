@@ -65,7 +65,7 @@ class Attention(nn.Module, ABC):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the mlp is dense or sparse.
 
-    The last addition is left to the norm that comes next, which does both at once.
+    The last additions are left to the norm that comes next, which does all at once.
     """
 
     def __init__(
@@ -88,17 +88,21 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         residual: Tensor | None,
+        shared: Tensor | None,
         rotation: Rotation,
         plan: Plan,
         layout: TokenLayout,
         cache: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, D] as two summands, x and the residual (None: there is x alone) → the same two."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states [T, D] as summands: x, the residual (None: there is x alone) and what shared experts add (None:
+        there are none) → the same three."""
         spans.begin(Stage.QKV)
-        x, residual = self.input_norm.of_sum(x, residual)
+        x, residual = self.input_norm.of_sum(x, residual, shared)
         x, residual = self.post_attention_norm.of_sum(self.attention(x, rotation, plan, cache), residual)
-        out: Tensor = self.mlp(x, layout) if isinstance(self.mlp, MoELayer) else self.mlp(x)
-        return out, residual
+        if isinstance(self.mlp, MoELayer):
+            out, shared = self.mlp.summands(x, layout)
+            return out, residual, shared
+        return self.mlp(x), residual, None
 
 
 class CausalLM(nn.Module, ABC):
@@ -183,7 +187,7 @@ class CausalLM(nn.Module, ABC):
         plan: the attention's, where it is made already (`AttentionBackend.decode_plan`), else made here.
         Rows of padding hold anything; no real row depends on them.
         """
-        x, residual = F.embedding(inputs.token_ids, self.embed_tokens), None
+        x, residual, shared = F.embedding(inputs.token_ids, self.embed_tokens), None, None
         rotation = self.rotary(inputs.positions, inputs.attention.max_seq_len - 1)
         if plan is None:
             first = kv_cache[0]
@@ -191,8 +195,8 @@ class CausalLM(nn.Module, ABC):
                 inputs.attention, x.shape[0], block_size_of(first), self.dtype, slot_bytes_of(first)
             )
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            x, residual = layer(x, residual, rotation, plan, inputs.layout, cache)
-        return self.norm.of_sum(x, residual)[0]
+            x, residual, shared = layer(x, residual, shared, rotation, plan, inputs.layout, cache)
+        return self.norm.of_sum(x, residual, shared)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, D] → fp32 [N, V]."""

@@ -39,15 +39,20 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """x [T, D], T = layout.num_padded → [T, D] in x.dtype; what padding rows hold reaches no other row."""
+        out, shared = self.summands(x, layout)
+        return out if shared is None else out + shared
+
+    def summands(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
+        """What the routed and the shared experts (None: there are none) add to a token, both as `forward`."""
         ubatch.refuse_inside_operator()
         topk_weights, topk_ids = self.router(x, layout.is_padding)
         if self._load is not None:
             self._count(self._load, topk_ids)
         call = _Call(self, x, topk_ids, topk_weights, layout)
-        out, shared = call.run()
+        found = call.run()
         if call.failure is not None:
             raise call.failure
-        return out if shared is None else out + shared
+        return found
 
     def join(self, layout: TokenLayout) -> None:
         """Take part in this layer's collectives without tokens and with zeros for those of other ranks."""

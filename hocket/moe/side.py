@@ -21,7 +21,11 @@ class Side:
 
 
 class SideStream(Side):
-    """A second stream. Pays where launches cost nothing and kernels leave room beside them: in captured decodes."""
+    """A second stream. Pays where launches cost nothing and kernels leave room beside them: in captured decodes.
+
+    Memory of results goes back to the second stream when they are dropped. What takes it next runs behind a `begin`,
+    which waits for whatever the caller's stream still read there.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
