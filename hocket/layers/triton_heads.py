@@ -1,7 +1,7 @@
 """Triton: what stands between the projections and attention, norms and rotation. Knows no caches and no models.
 
-Everything is fp32 inside and rounded once, where it is stored. A program has some heads of one row. One thread has both
-components of a rotated pair, so that a head may be rotated where it lies.
+Everything is fp32 inside and rounded once, where it is stored. A program has some heads of one row. A head may be
+rotated where it lies.
 
 Legend: T rows, H query heads, G key heads, C head width, N unrotated and P rotated width of a head, L latent width.
 """
@@ -22,12 +22,32 @@ MAX_HEADS = 16
 
 
 @triton.jit
-def _pairs(half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
-    """Where the two components of each pair lie in P = 2 · half components: neighbours, or one in each half."""
-    pair = tl.arange(0, HALF)[None, :]
+def _load_pairs(source, half, is_row, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """The two components of each pair, fp32 [ROWS, HALF]: of P = 2 · half from `source` [ROWS, 1] on, which lie beside
+    each other, or one in each half."""
+    if INTERLEAVED:  # read as they lie: by pairs it would be two bytes at a time
+        col = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(source + col, mask=is_row & (col < 2 * half), other=0.0)
+        a, b = tl.split(tl.reshape(both, [ROWS, HALF, 2]))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        inside = is_row & (pair < half)
+        a = tl.load(source + pair, mask=inside, other=0.0)
+        b = tl.load(source + pair + half, mask=inside, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(target, a, b, half, is_row, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """What `_load_pairs` reads."""
     if INTERLEAVED:
-        return 2 * pair, 2 * pair + 1, pair < half
-    return pair, pair + half, pair < half
+        col = tl.arange(0, 2 * HALF)[None, :]
+        tl.store(target + col, tl.reshape(tl.join(a, b), [ROWS, 2 * HALF]), mask=is_row & (col < 2 * half))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        inside = is_row & (pair < half)
+        tl.store(target + pair, a, mask=inside)
+        tl.store(target + pair + half, b, mask=inside)
 
 
 @triton.jit
@@ -39,17 +59,9 @@ def _angles(angles, row, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotated(source, first, second, cos, sin, inside):
-    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+def _rotated(source, half, cos, sin, is_row, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    a, b = _load_pairs(source, half, is_row, ROWS, INTERLEAVED, HALF)
     return a * cos - b * sin, a * sin + b * cos
-
-
-@triton.jit
-def _rotate(source, target, first, second, cos, sin, inside):
-    a, b = _rotated(source, first, second, cos, sin, inside)
-    tl.store(target + first, a, mask=inside)
-    tl.store(target + second, b, mask=inside)
 
 
 @triton.jit
@@ -69,10 +81,9 @@ def _normalised(source, col, weight, width, eps):
 
 
 @triton.jit
-def _store_latent(target, normed, a, b, col, first, second, width, is_plain, is_pair):
-    tl.store(target + col, normed, mask=is_plain)
-    tl.store(target + width + first, a, mask=is_pair)
-    tl.store(target + width + second, b, mask=is_pair)
+def _store_latent(target, normed, a, b, col, width, half, is_stored, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    tl.store(target + col, normed, mask=is_stored & (col < width))
+    _store_pairs(target + width + tl.arange(0, 1)[:, None], a, b, half, is_stored, 1, INTERLEAVED, HALF)
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
@@ -105,28 +116,30 @@ def _latent_rows_kernel(
     WIDTH: tl.constexpr,
 ):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first, second, is_pair = _pairs(half, INTERLEAVED, HALF)
     cos, sin = _angles(angles, row, half, HALF)
     if part * HEADS < num_heads:
         head = part * HEADS + tl.arange(0, HEADS)[:, None]
+        is_head = head < num_heads
         head_width = plain + 2 * half
         source = q + row * q_stride + head * head_width
         target = query + row * num_heads * head_width + head * head_width
         if COPY:
-            _copy(source, target, plain, head < num_heads, PLAIN)
-        _rotate(source + plain, target + plain, first, second, cos, sin, (head < num_heads) & is_pair)
+            _copy(source, target, plain, is_head, PLAIN)
+        a, b = _rotated(source + plain, half, cos, sin, is_head, HEADS, INTERLEAVED, HALF)
+        tl.debug_barrier()  # where a head is rotated where it lies, all of it has been read now
+        _store_pairs(target + plain, a, b, half, is_head, HEADS, INTERLEAVED, HALF)
     else:
         if STORES:  # asked for early: it is here when the row is computed
             slot = tl.load(slots + row, mask=row < num_slots, other=-1)
         col = tl.arange(0, WIDTH)
         normed = _normalised(compressed + row * compressed_stride, col, weight, width, eps)
-        a, b = _rotated(k_rot + row * k_rot_stride, first, second, cos, sin, is_pair)
+        key = k_rot + row * k_rot_stride + tl.arange(0, 1)[:, None]
+        k_a, k_b = _rotated(key, half, cos, sin, True, 1, INTERLEAVED, HALF)
         own = latent + row * (width + 2 * half)
-        _store_latent(own, normed, a, b, col, first, second, width, col < width, is_pair)
+        _store_latent(own, normed, k_a, k_b, col, width, half, True, INTERLEAVED, HALF)
         if STORES:
-            place, has_place = places + slot * place_stride, slot >= 0
-            inside = (col < width) & has_place
-            _store_latent(place, normed, a, b, col, first, second, width, inside, is_pair & has_place)
+            place = places + slot * place_stride
+            _store_latent(place, normed, k_a, k_b, col, width, half, slot >= 0, INTERLEAVED, HALF)
 
 
 @triton.jit
@@ -146,16 +159,14 @@ def _normed(
 ):
     """Heads of one row, all of whose components are in pairs: from `source` into `target`."""
     head = first_head + tl.arange(0, HEADS)[:, None]
-    first, second, is_pair = _pairs(half, INTERLEAVED, HALF)
     cos, sin = _angles(angles, row, half, HALF)
-    inside = (head < num_heads) & is_pair
-    a = tl.load(source + head * 2 * half + first, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + head * 2 * half + second, mask=inside, other=0.0).to(tl.float32)
+    is_head, start = head < num_heads, head * 2 * half
+    a, b = _load_pairs(source + start, half, is_head, HEADS, INTERLEAVED, HALF)
     scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * half) + eps)[:, None]
-    a *= scale * tl.load(weight + first, mask=is_pair, other=0.0).to(tl.float32)
-    b *= scale * tl.load(weight + second, mask=is_pair, other=0.0).to(tl.float32)
-    tl.store(target + head * 2 * half + first, a * cos - b * sin, mask=inside)
-    tl.store(target + head * 2 * half + second, a * sin + b * cos, mask=inside)
+    first, second = _load_pairs(weight + tl.arange(0, 1)[:, None], half, True, 1, INTERLEAVED, HALF)
+    a *= scale * first
+    b *= scale * second
+    _store_pairs(target + start, a * cos - b * sin, a * sin + b * cos, half, is_head, HEADS, INTERLEAVED, HALF)
 
 
 @triton.jit
