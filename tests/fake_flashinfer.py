@@ -6,6 +6,7 @@ reads it finds where the plan put it, so a captured plan reads its buffers at th
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -237,5 +238,6 @@ def installed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "flashinfer", library)
         patch.setitem(sys.modules, "hocket.attention.store", store)
-        patch.setenv("HOCKET_MLA_DECODE", "flashinfer")
+        if "HOCKET_MLA_DECODE" not in os.environ:
+            patch.setenv("HOCKET_MLA_DECODE", "flashinfer")
         yield

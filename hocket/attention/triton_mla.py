@@ -102,7 +102,7 @@ class TritonLatents:
         out [R, H, L]. L and P are powers of two; only a last dimension must be contiguous."""
         num_rows, num_heads, width = query.shape
         shared, buffers, block_size = self._shared, self._buffers, self._block_size
-        tuning = shared.tuning
+        tuning, rows = shared.tuning, max(MIN_ROWS, triton.next_power_of_2(num_rows))
         assert (num_rows, num_heads) == (len(buffers["lens"]), shared.num_heads)
         assert latents.shape[1] == block_size
         assert latents.stride() == rotated.stride()
@@ -127,7 +127,7 @@ class TritonLatents:
             latents.stride(0),
             *out.stride()[:2],
             TOKEN_STRIDE=latents.stride(1),
-            ROWS=max(MIN_ROWS, triton.next_power_of_2(num_rows)),
+            ROWS=rows,
             HEADS=tuning.heads,
             LATENT=width,
             ROTATED=rotated.shape[2],
@@ -145,6 +145,7 @@ class TritonLatents:
             self._most_pieces,
             num_heads,
             *out.stride()[:2],
+            ROWS=rows,
             LATENT=width,
             BLOCK_SIZE=block_size,
             TILE=tuning.tile,

@@ -1,8 +1,9 @@
 """Triton kernels of absorbed latent decode over a paged cache. Know no plans, no weights, and nothing of the host.
 
-The blocks of all contexts lie one after another, `indptr` says where each request's begin. That row of blocks is cut
-into pieces of equal size, wherever requests end, so programs have equal work whatever the lengths of contexts. A piece
-has parts of one or more requests. What covers a whole context goes to the output, other parts to a workspace, from
+The blocks of all contexts lie one after another, `indptr` says where each request's begin. Where contexts are about
+equally long, each is cut into as many pieces. Else that row of blocks is cut into pieces of equal size, wherever
+requests end, so programs have equal work whatever the lengths of contexts: then a piece has parts of one or more
+requests. What covers a whole context goes to the output, other parts to a workspace, from
 which a second kernel merges them. A piece has at most two of these, of the request it begins in and of the one it ends
 in: they get the numbers 2 · piece and 2 · piece + 1.
 
@@ -34,6 +35,28 @@ def _cut(piece, num_blocks, num_pieces):
 def _piece_of(block, num_blocks, num_pieces):
     """The last piece that begins at `block` or before it."""
     return (((block + 1).to(tl.int64) * num_pieces - 1) // num_blocks).to(tl.int32)
+
+
+@triton.jit
+def _cut_of_row(piece, each, indptr):
+    """Where the piece begins and ends, of `each` that its request is cut into."""
+    row, number = piece // each, piece % each
+    row_begin = tl.load(indptr + row)
+    size = tl.load(indptr + row + 1) - row_begin
+    return row_begin + number * size // each, row_begin + (number + 1) * size // each
+
+
+@triton.jit
+def _pieces_each(indptr, num_rows, num_blocks, most, ROWS: tl.constexpr):
+    """How many pieces each request is cut into, where none is an eighth longer than the average; 0: the row of all
+    blocks is cut, since the longest would keep all others waiting."""
+    lanes = tl.arange(0, ROWS)
+    is_row = lanes < num_rows
+    sizes = tl.load(indptr + 1 + lanes, mask=is_row, other=0) - tl.load(indptr + lanes, mask=is_row, other=0)
+    longest, shortest = tl.max(sizes, axis=0), tl.min(tl.where(is_row, sizes, 2147483647), axis=0)
+    each = most // num_rows
+    is_even = longest.to(tl.int64) * num_rows * 8 <= num_blocks.to(tl.int64) * 9
+    return tl.where(is_even & (each * num_rows == most) & (shortest >= each), each, 0)
 
 
 @triton.jit
@@ -145,9 +168,13 @@ def attend_pieces(
     lanes = tl.arange(0, ROWS)
     ends = tl.load(indptr + 1 + lanes, mask=lanes < num_rows, other=2147483647)
     num_blocks = tl.load(indptr + num_rows)
-    num_pieces = _num_pieces(num_blocks, most_pieces, BLOCK_SIZE, TILE)
+    each = _pieces_each(indptr, num_rows, num_blocks, most_pieces, ROWS)
+    num_pieces = tl.where(each > 0, most_pieces, _num_pieces(num_blocks, most_pieces, BLOCK_SIZE, TILE))
     if piece < num_pieces:
-        begin, end = _cut(piece, num_blocks, num_pieces), _cut(piece + 1, num_blocks, num_pieces)
+        if each > 0:
+            begin, end = _cut_of_row(piece, each, indptr)
+        else:
+            begin, end = _cut(piece, num_blocks, num_pieces), _cut(piece + 1, num_blocks, num_pieces)
         heads = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
         is_head = heads < num_heads
         near_heads = tl.minimum(heads, num_heads - 1)
@@ -193,6 +220,7 @@ def merge_parts(
     num_heads,
     out_row_stride,
     out_head_stride,
+    ROWS: tl.constexpr,
     LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -204,8 +232,12 @@ def merge_parts(
     row = tl.program_id(0)
     num_blocks = tl.load(indptr + num_rows)
     row_begin, row_end = tl.load(indptr + row), tl.load(indptr + row + 1)
+    each = _pieces_each(indptr, num_rows, num_blocks, most_pieces, ROWS)
     num_pieces = _num_pieces(num_blocks, most_pieces, BLOCK_SIZE, TILE)
-    first, last = _piece_of(row_begin, num_blocks, num_pieces), _piece_of(row_end - 1, num_blocks, num_pieces)
+    if each > 0:
+        first, last = row * each, row * each + each - 1
+    else:
+        first, last = _piece_of(row_begin, num_blocks, num_pieces), _piece_of(row_end - 1, num_blocks, num_pieces)
     if first < last:
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         is_head = heads < num_heads
@@ -215,9 +247,9 @@ def merge_parts(
         values = tl.zeros([HEADS, LATENT], tl.float32)
         for start in range(first, last + 1, PARTS):
             pieces = start + tl.arange(0, PARTS)
-            begins = _cut(pieces, num_blocks, num_pieces)
             # A piece that begins before the request has its part in second place.
-            numbers = (2 * pieces + (begins < row_begin).to(tl.int32)).to(tl.int64) * num_heads
+            is_second = (each == 0) & (_cut(pieces, num_blocks, num_pieces) < row_begin)
+            numbers = (2 * pieces + is_second.to(tl.int32)).to(tl.int64) * num_heads
             lines = numbers[:, None] + heads[None, :]
             is_part = (pieces <= last)[:, None] & is_head[None, :]
             log = tl.load(partial_log + lines, mask=is_part, other=float("-inf"))
