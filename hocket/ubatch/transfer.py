@@ -53,6 +53,7 @@ class Running(Generic[T]):
         pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}")
         if context is not None and type(pending) is Done:
             context.exposed_ns += pending.stopped_ns - pending.started_ns
+            context.track.interrupt(pending.started_ns, pending.stopped_ns)
         if span is not None:
             self._recorded.append((span, pending))
         return pending
