@@ -24,6 +24,11 @@ class CommFigures:
     def exposed_ns(self) -> int:
         return self.comm_ns - self.hidden_ns
 
+    @property
+    def hidden_share(self) -> float:
+        """hidden / communication, 1 where there is none."""
+        return self.hidden_ns / self.comm_ns if self.comm_ns else 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class StepFigures(CommFigures):
