@@ -12,7 +12,7 @@ from hocket.trace.figures import Interval, StepFigures, exposed
 from hocket.trace.recording import Recording, middle_layer, typical_step, window_of
 from hocket.trace.spans import COMPUTE, Span, Step
 
-MAX_WIDTH, MAX_RANKS = 110, 4
+MAX_WIDTH, MAX_RANKS, MIN_LANE = 110, 4, 20
 _LABEL_WIDTH = 17
 _FILLS = "░▒▓█"
 _STYLES = ("black on bright_blue", "black on yellow", "black on green", "black on magenta")
@@ -60,7 +60,7 @@ def show(recording: Recording, out: Console, label: str = "") -> None:
 
 
 def _print_lanes(out: Console, rank: int, step: Step, window: Interval) -> None:
-    width = out.width - _LABEL_WIDTH - 2
+    width = max(out.width - _LABEL_WIDTH - 2, MIN_LANE)
     compute = [span for span in step.spans if span.lane == COMPUTE]
     flights = sorted((span for span in step.spans if span.part == "flight"), key=lambda span: span.start_ns)
     lines = {"compute": _lane(cells(compute, window, width)), "comm": _lane(cells(flights, window, width))}
