@@ -53,9 +53,9 @@ def trace(
 
     out = console()
     html, events = Path(f"{output}.html"), Path(f"{output}.json")
-    check_output(str(html))
     if compare is not None:
         both = {label: perfetto.read(path) for label, path in zip(("before", "after"), compare, strict=True)}
+        check_output(str(html))
         page.write(both, html)
         for label, recording in both.items():
             show(recording, out, label)
@@ -64,7 +64,8 @@ def trace(
         return
     if phase not in PROMPT_LEN:
         raise ConfigError("phase", phase, " or ".join(PROMPT_LEN))
-    check_output(str(events))
+    for path in (html, events):
+        check_output(str(path))
     work = Workload(
         phase=phase,
         num_steps=num_steps,

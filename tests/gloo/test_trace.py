@@ -82,6 +82,7 @@ def test_wrong_use_is_one_line(tmp_path: Path) -> None:
         assert code == 2
         assert err.startswith("hocket: ConfigError: ")
         assert len(err.splitlines()) == 1
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
 def exposed_and_comm(recording: Recording) -> list[tuple[float, float]]:
