@@ -8,16 +8,30 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from hocket.channel.messages import Abort, AddRequests, GetStats, RankMessage, Stats, StepFailed, StepOutputs
+from hocket.channel.messages import (
+    Abort,
+    AddRequests,
+    GetSpans,
+    GetStats,
+    RankMessage,
+    RecordSteps,
+    Spans,
+    Stats,
+    StepFailed,
+    StepOutputs,
+    ToRank,
+)
 from hocket.config.engine import EngineConfig
 from hocket.dist.launcher import RankGroup
 from hocket.errors import ConfigError, RankLost, UBatchFailed
 from hocket.outputs import RequestOutput
 from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
+from hocket.trace.spans import Step
 
+Answer = TypeVar("Answer", Stats, Spans)
 _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
@@ -165,14 +179,26 @@ class EngineClient:
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
-        self.group.broadcast(GetStats(reset=reset))
-        found: dict[int, dict[str, Any]] = {}
+        return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
+
+    def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
+        """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""
+        self.group.broadcast(RecordSteps(num_steps=num_steps, skip=skip, phase=phase))
+
+    def recorded_steps(self) -> list[list[Step]]:
+        """What every rank has recorded, by rank; call it while nothing is being generated. Recording ends."""
+        return [message.steps for message in self._ask(GetSpans(), Spans, "what it recorded")]
+
+    def _ask(self, question: ToRank, kind: type[Answer], what: str) -> list[Answer]:
+        """Every rank's answer, by rank. Raises RankLost where one does not answer."""
+        self.group.broadcast(question)
+        found: dict[int, Answer] = {}
         deadline = time.monotonic() + self.config.step_timeout_s + _SILENCE_GRACE_S
         while len(found) < self.group.world_size:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)
-                raise RankLost(f"rank {missing} did not report its counters")
+                raise RankLost(f"rank {missing} did not report {what}")
             messages = self.group.receive(0.1)
-            found |= {m.rank: m.stats for m in messages if isinstance(m, Stats)}
+            found |= {message.rank: message for message in messages if isinstance(message, kind)}
             self._process(messages)
         return [found[rank] for rank in self.group.ranks]

@@ -24,12 +24,15 @@ from hocket.channel.messages import (
     CountKernels,
     Failed,
     FrontMessage,
+    GetSpans,
     GetStats,
     Hello,
     NeedWake,
     Progress,
     Ready,
+    RecordSteps,
     Shutdown,
+    Spans,
     Stats,
     StepFailed,
     StepOutputs,
@@ -45,6 +48,7 @@ from hocket.dist.world import Place, World
 from hocket.engine import Engine
 from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
+from hocket.trace.spans import Recorder
 from hocket.worker.kernel_count import KernelCount
 
 logger = logging.getLogger(__name__)
@@ -166,6 +170,11 @@ class RankProcess:
             self._kernels = KernelCount(message.phase, message.num_tokens)
         elif isinstance(message, TimeReplays):
             self._asked_replays, self._replay_us = message, None
+        elif isinstance(message, RecordSteps):
+            self.engine.runner.executor.recorder = Recorder(message.phase, message.skip, message.num_steps)
+        elif isinstance(message, GetSpans):
+            recorder, self.engine.runner.executor.recorder = self.engine.runner.executor.recorder, None
+            self.channel.send(Spans(rank=self.rank, steps=[] if recorder is None else recorder.finished))
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

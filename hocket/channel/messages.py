@@ -9,6 +9,7 @@ import msgspec
 from hocket.config.engine import EngineConfig
 from hocket.outputs import TokenOutput
 from hocket.request import EngineRequest, FinishReason
+from hocket.trace.spans import Step
 
 KEY_MARK = "?key="
 """Between the endpoint and the public key in the address of an encrypted front."""
@@ -63,6 +64,18 @@ class TimeReplays(ToRank):
 
     size: int
     count: int
+
+
+class RecordSteps(ToRank):
+    """Record the spans of `num_steps` steps after the next `skip`, of `phase` ("": of any), and drop earlier ones."""
+
+    num_steps: int
+    skip: int = 0
+    phase: str = ""
+
+
+class GetSpans(ToRank):
+    """Ask for a Spans message, and record no more."""
 
 
 class Shutdown(ToRank):
@@ -121,6 +134,12 @@ class Stats(FromRank):
     stats: dict[str, Any]
 
 
+class Spans(FromRank):
+    """The steps recorded, in order; their times are those of the rank's time.perf_counter_ns."""
+
+    steps: list[Step]
+
+
 class Failed(FromRank):
     """This rank ends. `kind` is the error's class name, `message` one line for the user."""
 
@@ -129,8 +148,10 @@ class Failed(FromRank):
     details: str
 
 
-RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Failed
-FrontMessage = Configure | AddRequests | Abort | Wake | GetStats | CountKernels | TimeReplays | Shutdown
+RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | Failed
+FrontMessage = (
+    Configure | AddRequests | Abort | Wake | GetStats | CountKernels | TimeReplays | RecordSteps | GetSpans | Shutdown
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _front_decoder = msgspec.msgpack.Decoder(FrontMessage)

@@ -13,6 +13,7 @@ from hocket.cli.doctor import doctor
 from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
+from hocket.cli.trace import trace
 from hocket.envs import set_up_logging
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(explain)
 app.command()(doctor)
+app.command()(trace)
 app.add_typer(bench_app, name="bench")
 
 

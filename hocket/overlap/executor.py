@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -17,7 +18,7 @@ from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
 from hocket.overlap.thread_state import inline_lane, make_baton, thread_setup
-from hocket.trace.spans import Recorder, Stage, Track
+from hocket.trace.spans import Recorder, Stage, Step, Track
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
@@ -71,21 +72,32 @@ class UBatchExecutor:
         """
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
-        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase])
+        step = self._recorded(ubatches, phase)
+        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
         baton = pair[0]
         outcomes = baton.run(
             [self._body(context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)]
         )
+        if step is not None:
+            step.stop_ns = time.perf_counter_ns()
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
         self.comm_bytes = sum(context.comm_bytes for context in contexts)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def _contexts(self, count: int, baton: Baton, lane: Lane, schedule: Schedule) -> list[UBatchContext]:
+    def _recorded(self, ubatches: tuple[UBatchInputs, ...], phase: str) -> Step | None:
+        """Where the spans of this step go; None: nowhere."""
+        if self.recorder is None:
+            return None
+        return self.recorder.begin(phase, len(ubatches), sum(part.layout.num_tokens for part in ubatches))
+
+    def _contexts(
+        self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None
+    ) -> list[UBatchContext]:
         contexts: list[UBatchContext] = []
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, self.recorder))
+            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
         return contexts
 
     def _body(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Callable[[], Tensor]:
@@ -93,6 +105,7 @@ class UBatchExecutor:
             ubatch.enter(context)
             track = context.track
             try:
+                track.take()
                 track.begin(Stage.QKV)
                 hidden: Tensor = self._model(inputs, kv_cache)
             except HARD:
@@ -105,6 +118,7 @@ class UBatchExecutor:
             finally:
                 track.pause()
                 context.run_hooks()
+                _leave(context)
                 ubatch.enter(None)
             return hidden
 
@@ -133,6 +147,13 @@ class UBatchExecutor:
         if self._alternating is not None:
             for part in self._alternating:
                 part.close()
+
+
+def _leave(context: UBatchContext) -> None:
+    """Its ubatch ends: where another one is left, that one runs next."""
+    following = context.baton.following(context.idx)
+    if following != context.idx:
+        context.track.give(following)
 
 
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:

@@ -1,11 +1,14 @@
-"""Figures from the spans of a step: how long communication took and how much of it lay under compute."""
+"""Figures from the spans of steps: communication and how much of it lay under compute, stalls, hand-overs, the bound.
+
+All of it is about the lanes of one rank; knows no tensors, no engine, no pictures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hocket.trace.spans import COMPUTE, Span
+from hocket.trace.spans import COMPUTE, Span, Step
 
 Interval = tuple[int, int]
 
@@ -21,13 +24,96 @@ class CommFigures:
     def exposed_ns(self) -> int:
         return self.comm_ns - self.hidden_ns
 
+    @property
+    def hidden_share(self) -> float:
+        """hidden / communication, 1 where there is none."""
+        return self.hidden_ns / self.comm_ns if self.comm_ns else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures(CommFigures):
+    """Of one rank, summed over `num_steps` steps.
+
+    step_ns: the model's forward pass. compute_ns: time in which a ubatch computed. hand_over_ns: from the end of one
+    ubatch's work to the start of the next one's, `num_hand_overs` times; a transfer may be under way meanwhile, so part
+    of it can be exposed communication too.
+    """
+
+    num_steps: int
+    step_ns: int
+    compute_ns: int
+    hand_over_ns: int
+    num_hand_overs: int
+    bound_ns: int
+    """Σ over the steps of max(compute, communication): what they would take if the shorter lane were hidden wholly."""
+
+    @property
+    def stall_ns(self) -> int:
+        """Time of the steps in which the rank did not compute."""
+        return self.step_ns - self.compute_ns
+
+    @property
+    def over_bound(self) -> float:
+        """What the steps took, over the bound: 1 is perfect."""
+        return self.step_ns / self.bound_ns if self.bound_ns else 1.0
+
+    def per_step_us(self) -> dict[str, float]:
+        """Mean of a step in µs, by name."""
+        names = ("step", "compute", "stall", "comm", "hidden", "exposed", "hand_over", "bound")
+        return {name: getattr(self, f"{name}_ns") / 1e3 / max(self.num_steps, 1) for name in names}
+
 
 def comm_figures(spans: Iterable[Span]) -> CommFigures:
     """Of one rank's spans; the order does not matter. Time in which two transfers were under way counts once."""
+    comm, compute = lanes(spans)
+    return CommFigures(comm_ns=_length(comm), hidden_ns=_length(common(comm, compute)))
+
+
+def step_figures(steps: Sequence[Step]) -> StepFigures:
+    """Of one rank's steps together."""
+    comm_ns = hidden_ns = compute_ns = bound_ns = 0
+    for step in steps:
+        comm, compute = lanes(step.spans)
+        comm_ns += _length(comm)
+        compute_ns += _length(compute)
+        hidden_ns += _length(common(comm, compute))
+        bound_ns += max(_length(comm), _length(compute))
+    hand_overs = [one for step in steps for one in step.hand_overs]
+    return StepFigures(
+        comm_ns=comm_ns,
+        hidden_ns=hidden_ns,
+        num_steps=len(steps),
+        step_ns=sum(step.stop_ns - step.start_ns for step in steps),
+        compute_ns=compute_ns,
+        hand_over_ns=sum(one.stop_ns - one.start_ns for one in hand_overs),
+        num_hand_overs=len(hand_overs),
+        bound_ns=bound_ns,
+    )
+
+
+def exposed(spans: Iterable[Span]) -> list[Interval]:
+    """When a transfer was under way and nothing was computed, in order."""
+    comm, compute = lanes(spans)
+    found: list[Interval] = []
+    for start, stop in comm:
+        for busy_from, busy_until in common([(start, stop)], compute):
+            if busy_from > start:
+                found.append((start, busy_from))
+            start = busy_until
+        if stop > start:
+            found.append((start, stop))
+    return found
+
+
+def lanes(spans: Iterable[Span]) -> tuple[list[Interval], list[Interval]]:
+    """When transfers were under way, and when there was compute: each disjoint and in order."""
     spans = list(spans)
     comm = _union((s.start_ns, s.stop_ns) for s in spans if s.part == "flight")
-    compute = _union((s.start_ns, s.stop_ns) for s in spans if s.lane == COMPUTE)
-    return CommFigures(comm_ns=sum(stop - start for start, stop in comm), hidden_ns=_common(comm, compute))
+    return comm, _union((s.start_ns, s.stop_ns) for s in spans if s.lane == COMPUTE)
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -41,14 +127,16 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def _common(first: list[Interval], second: list[Interval]) -> int:
-    """Time that lies in both; each is disjoint and in order."""
-    total = i = j = 0
+def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    """What lies in both, in order; each is disjoint and in order."""
+    found: list[Interval] = []
+    i = j = 0
     while i < len(first) and j < len(second):
         start, stop = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        total += max(stop - start, 0)
+        if stop > start:
+            found.append((start, stop))
         if first[i][1] <= second[j][1]:
             i += 1
         else:
             j += 1
-    return total
+    return found

@@ -1,6 +1,6 @@
 """What ran when, on which lane: the stages of ubatches as spans. Knows no tensors, no engine, no schedule.
 
-Layers name the stage they begin; without a recorder that costs one look-up and one assignment.
+Layers name the stage they begin; where the step is not recorded that costs one look-up and one assignment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,21 @@ class Stage(StrEnum):
         """For people."""
         return _LABELS[self]
 
+    @property
+    def short(self) -> str:
+        """For pictures."""
+        return _SHORT[self]
 
+
+_SHORT = {
+    Stage.QKV: "qkv",
+    Stage.ATTENTION: "attn",
+    Stage.DISPATCH: "dispatch",
+    Stage.EXPERTS: "experts",
+    Stage.COMBINE: "combine",
+    Stage.SHARED: "shared",
+    Stage.HAND_OVER: "hand-over",
+}
 _LABELS = {
     Stage.QKV: "qkv projection",
     Stage.ATTENTION: "attention or router",
@@ -56,40 +70,96 @@ class Span:
     start_ns: int = 0
     stop_ns: int = 0
 
+    @property
+    def name(self) -> str:
+        """Such as "ub0 attn", "ub1 dispatch send"; "ub1 dispatch pack" is the compute before it."""
+        part = "pack" if self.lane == COMPUTE and self.stage in (Stage.DISPATCH, Stage.COMBINE) else self.part
+        return f"ub{self.ubatch} {self.stage.short} {part}".rstrip()
+
+
+@dataclass(slots=True)
+class HandOver:
+    """One ubatch stops, the next may begin: from the end of the one's work to the start of the other's."""
+
+    source: int
+    target: int
+    start_ns: int
+    stop_ns: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """A recorded step of a rank: the model's forward pass, as ubatches (1: unsplit). phase: "prefill" or "decode"."""
+
+    phase: str
+    num_ubatches: int
+    num_tokens: int
+    start_ns: int = 0
+    stop_ns: int = 0
+    spans: list[Span] = field(default_factory=list)
+    hand_overs: list[HandOver] = field(default_factory=list)
+
 
 @dataclass(slots=True)
 class Recorder:
-    """Spans of the steps recorded so far."""
+    """Which steps are recorded: after the first `skip` the next `limit` (None: all), of `phase` ("": of any)."""
 
-    spans: list[Span] = field(default_factory=list)
+    phase: str = ""
+    skip: int = 0
+    limit: int | None = None
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of all steps recorded so far."""
+        return [span for step in self.steps for span in step.spans]
+
+    @property
+    def finished(self) -> list[Step]:
+        """Steps that came to their end, with the spans whose times are known."""
+        steps = [step for step in self.steps if step.stop_ns]
+        for step in steps:
+            step.spans = [span for span in step.spans if span.stop_ns]
+            step.hand_overs = [one for one in step.hand_overs if one.stop_ns]
+        return steps
+
+    def begin(self, phase: str, num_ubatches: int, num_tokens: int) -> Step | None:
+        """A step begins; None where it is not to be recorded."""
+        if self.phase not in ("", phase) or len(self.steps) == self.limit:
+            return None
+        if self.skip > 0:
+            self.skip -= 1
+            return None
+        self.steps.append(Step(phase, num_ubatches, num_tokens, start_ns=time.perf_counter_ns()))
+        return self.steps[-1]
 
 
 class Track:
-    """Where one ubatch is: its sparse layer and stage; and, with a recorder, where it has been."""
+    """Where one ubatch is: its sparse layer and stage; and, where the step is recorded, where it has been."""
 
-    __slots__ = ("_open", "_recorder", "failed", "layer", "stage", "ubatch")
+    __slots__ = ("_open", "_step", "failed", "layer", "stage", "ubatch")
 
-    def __init__(self, ubatch: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, ubatch: int, step: Step | None = None) -> None:
         self.ubatch = ubatch
         self.layer = 0
         self.stage = Stage.QKV
         self.failed: tuple[int, Stage] | None = None
-        self._recorder = recorder
+        self._step = step
         self._open: Span | None = None
 
     def begin(self, stage: Stage) -> None:
         """The ubatch computes `stage` from now on."""
         self.stage = stage
-        if self._recorder is not None:
-            self._switch(self._recorder, stage)
+        if self._step is not None:
+            self._switch(self._step, stage)
 
-    def _switch(self, recorder: Recorder, stage: Stage) -> None:
+    def _switch(self, step: Step, stage: Stage) -> None:
         opened = self._open
         if opened is not None and opened.stage is stage and opened.layer == self.layer:
             return
         self.pause()
         self._open = Span(COMPUTE, self.ubatch, self.layer, stage, start_ns=time.perf_counter_ns())
-        recorder.spans.append(self._open)
+        step.spans.append(self._open)
 
     def pause(self) -> None:
         """The ubatch computes nothing: it waits, or another one runs."""
@@ -97,12 +167,31 @@ class Track:
             self._open.stop_ns = time.perf_counter_ns()
             self._open = None
 
+    def interrupt(self, start_ns: int, stop_ns: int) -> None:
+        """From one time to the other the ubatch did not compute: its own thread ran a transfer."""
+        opened = self._open
+        if self._step is not None and opened is not None:
+            opened.stop_ns = start_ns
+            self._open = Span(COMPUTE, self.ubatch, opened.layer, opened.stage, start_ns=stop_ns)
+            self._step.spans.append(self._open)
+
+    def give(self, target: int) -> None:
+        """The ubatch stops, and `target` runs next."""
+        self.pause()
+        if self._step is not None:
+            self._step.hand_overs.append(HandOver(self.ubatch, target, time.perf_counter_ns()))
+
+    def take(self) -> None:
+        """It is this ubatch's turn."""
+        if self._step is not None and self._step.hand_overs:
+            self._step.hand_overs[-1].stop_ns = time.perf_counter_ns()
+
     def launched(self, stage: Stage, part: str) -> Span | None:
         """A piece of communication was launched; its times are filled in when they are known. None: not recorded."""
-        if self._recorder is None:
+        if self._step is None:
             return None
         span = Span(COMM, self.ubatch, self.layer, stage, part)
-        self._recorder.spans.append(span)
+        self._step.spans.append(span)
         return span
 
     def fail(self) -> None:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hocket.trace import spans
-from hocket.trace.spans import Recorder, Stage, Track
+from hocket.trace.spans import Stage, Step, Track
 from hocket.ubatch import guard
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.lanes import Done, Lane, Pending, Work
@@ -26,7 +26,7 @@ _ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
 class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
-    order: the stages and hand-overs of a sparse layer behind attention. recorder: where its spans go. track: where the
+    order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go. track: where the
     ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the rest must still happen.
     comm_ns: time that transfers took, from the start of the send to the end of the receive, each for itself: those that
     wait for others on the link count that time too. exposed_ns: the part of it that compute stood still for.
@@ -38,7 +38,7 @@ class UBatchContext:
     lane: Lane
     peers: list[UBatchContext] = field(repr=False)
     order: tuple[Stage, ...] = _ALONE
-    recorder: Recorder | None = None
+    recorded: Step | None = None
     track: Track = field(init=False)
     hooks: deque[Hook] = field(default_factory=deque)
     comm_ns: int = 0
@@ -46,7 +46,7 @@ class UBatchContext:
     comm_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.track = Track(self.idx, self.recorder)
+        self.track = Track(self.idx, self.recorded)
 
     def run_hooks(self) -> None:
         """Run what other ubatches left for this one, oldest first."""
@@ -109,5 +109,6 @@ def hand_over(receive: Hook | None = None) -> None:
         return
     if receive is not None:
         context.peers[following].hooks.append(receive)
-    context.track.pause()
+    context.track.give(following)
     context.baton.hand_over(context.idx)
+    context.track.take()

@@ -43,7 +43,7 @@ class Running(Generic[T]):
             self._context.run_hooks()
         self._transfer = transfer
         self._stage = stage
-        self._recorded: list[tuple[Span, Pending]] = []
+        self._recorded: tuple[tuple[Span, Pending], ...] = ()
         self._receive_is_due = transfer.receive is not None
         self._send = self._last = self._launch(transfer.send, "send")
 
@@ -53,8 +53,9 @@ class Running(Generic[T]):
         pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}")
         if context is not None and type(pending) is Done:
             context.exposed_ns += pending.stopped_ns - pending.started_ns
+            context.track.interrupt(pending.started_ns, pending.stopped_ns)
         if span is not None:
-            self._recorded.append((span, pending))
+            self._recorded += ((span, pending),)
         return pending
 
     def hand_over(self) -> None:

@@ -31,7 +31,7 @@ from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST, Schedule
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import split_inputs
-from hocket.trace.figures import comm_figures
+from hocket.trace.figures import step_figures
 from hocket.trace.spans import Recorder
 
 CPU = torch.device("cpu")
@@ -112,8 +112,9 @@ def measure(env: RankEnv, kind: str, schedule: Schedule) -> list[tuple[float, fl
             started = time.perf_counter()
             executor.run(halves, [], "prefill")
             split = time.perf_counter() - started
-            figures = comm_figures(executor.recorder.spans)
+            figures = step_figures(executor.recorder.steps)
             executor.recorder = None
+            assert figures.step_ns / 1e9 <= split
             found.append((unsplit, split, figures.comm_ns / 1e9, figures.hidden_ns / 1e9))
         executor.close()
     return found

@@ -1,0 +1,116 @@
+"""Records the spans of some steps of a run on all ranks. Knows only the offline front door, and no pictures."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hocket.bench.report import link_of, provenance, strategy_of
+from hocket.config.engine import EngineConfig
+from hocket.config.options import Options
+from hocket.config.resolve import resolve
+from hocket.dist.launcher import RankGroup
+from hocket.errors import ConfigError, HocketError
+from hocket.llm import LLM
+from hocket.request import SamplingParams
+from hocket.trace.recording import Recording
+
+PROMPT_LEN = {"prefill": 512, "decode": 32}
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What runs: `prompts` (texts), or random ones of `prompt_len` tokens (None: PROMPT_LEN).
+
+    A prefill step holds one random prompt on each rank; a decode step `requests_per_rank` of them. Recorded are
+    `num_steps` steps of `phase` after the first `skip`.
+    """
+
+    phase: str
+    num_steps: int
+    skip: int = 0
+    prompts: tuple[str, ...] = ()
+    prompt_len: int | None = None
+    requests_per_rank: int = 32
+
+    @property
+    def length(self) -> int:
+        return self.prompt_len or PROMPT_LEN[self.phase]
+
+    @property
+    def steps(self) -> int:
+        return self.skip + self.num_steps
+
+
+def record(options: Options, work: Workload, *, group: RankGroup | None = None) -> Recording:
+    """Run the workload once to warm up, then once recorded; on running ranks where `group` has some.
+
+    Raises:
+        ConfigError: an option, or a device whose lanes cannot be recorded. HocketError: no such step was run.
+    """
+    options = _engine_options(options, work)
+    config = resolve(options)
+    if config.device != "cpu":
+        raise ConfigError(
+            "device", config.device, "cpu", where="with hocket trace, which has no times of a GPU's lanes"
+        )
+    with LLM.from_options(options, progress=True, group=group) as llm:
+        _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
+        llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
+        _generate(llm, work, seed=1, num_steps=work.steps)
+        ranks = llm.client.recorded_steps()
+    count = min(len(steps) for steps in ranks)  # replicas without expert parallelism step by themselves
+    if count == 0:
+        how = "give more or longer prompts, or a smaller --skip"
+        raise HocketError(f"no {work.phase} step was run on every rank after the first {work.skip}: {how}")
+    return Recording(_about(options, config, work), [steps[:count] for steps in ranks])
+
+
+def _engine_options(options: Options, work: Workload) -> Options:
+    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up."""
+    found = replace(options, enable_prefix_caching=False)
+    if work.prompts:
+        return found
+    found = replace(found, skip_tokenizer_init=True)
+    if work.phase == "prefill":
+        return replace(found, max_num_batched_tokens=options.max_num_batched_tokens or work.length)
+    tokens = max(options.max_num_batched_tokens or 0, work.length * work.requests_per_rank)
+    return replace(found, max_num_batched_tokens=tokens, max_num_seqs=options.max_num_seqs or work.requests_per_rank)
+
+
+def _generate(llm: LLM, work: Workload, *, seed: int, num_steps: int) -> None:
+    """So that there are `num_steps` steps of the phase, and no more decodes than that needs."""
+    num_ranks = llm.config.parallel.data_parallel_size
+    is_prefill = work.phase == "prefill"
+    max_tokens = 1 if is_prefill else num_steps + 1
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    if work.prompts:
+        llm.generate(list(work.prompts), params, use_tqdm=False)
+        return
+    total = num_ranks * (num_steps if is_prefill else work.requests_per_rank)
+    ids = range(llm.config.model.vocab_size)
+    draws = [random.Random(f"{seed}/{i}").choices(ids, k=work.length) for i in range(total)]
+    prompts = [{"prompt_token_ids": token_ids} for token_ids in draws]
+    llm.generate(prompts, params, use_tqdm=False, data_parallel_rank=[i % num_ranks for i in range(total)])
+
+
+def _about(options: Options, config: EngineConfig, work: Workload) -> dict[str, Any]:
+    link, parallel, strategy = link_of(config), config.parallel, strategy_of(config)
+    over = ""
+    if link["kind"] == "emulated":
+        over = f" over an EMULATED link of {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs"
+    ranks = f"{parallel.data_parallel_size} rank{'s' * (parallel.data_parallel_size > 1)}"
+    how = "overlap off" if strategy == "off" else f"{strategy} ({config.overlap.executor})"
+    found = provenance("trace")
+    return {
+        "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {work.phase}",
+        "model": options.model,
+        "phase": work.phase,
+        "num_ranks": parallel.data_parallel_size,
+        "transport": parallel.all2all_backend,
+        "strategy": strategy,
+        "link": link,
+        **{name: found[name] for name in ("command", "commit", "date", "hardware", "versions")},
+    }

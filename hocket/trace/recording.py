@@ -1,0 +1,63 @@
+"""What was recorded of a run, as one value: its steps on every rank, and where they come from. Knows no file format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hocket.trace.figures import StepFigures, step_figures
+from hocket.trace.spans import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`ranks`: by rank, the recorded steps, the same number on each; all times are of one host's clock.
+
+    about: plain values, among them `title`, one line that says what ran and, where the link was emulated, that it was.
+    """
+
+    about: dict[str, Any]
+    ranks: list[list[Step]]
+
+    @property
+    def title(self) -> str:
+        return str(self.about.get("title", ""))
+
+    @property
+    def base_ns(self) -> int:
+        """When the first step began."""
+        return min((step.start_ns for steps in self.ranks for step in steps), default=0)
+
+    @property
+    def num_ubatches(self) -> int:
+        """Of the step with most."""
+        return max((step.num_ubatches for steps in self.ranks for step in steps), default=1)
+
+    def figures(self) -> list[StepFigures]:
+        """By rank."""
+        return [step_figures(steps) for steps in self.ranks]
+
+
+def typical_step(recording: Recording) -> int:
+    """The number of the step whose time, over all ranks, is the median."""
+    times = [sum(step.stop_ns - step.start_ns for step in ranks) for ranks in zip(*recording.ranks, strict=True)]
+    return sorted(range(len(times)), key=times.__getitem__)[(len(times) - 1) // 2]
+
+
+def layers_of(step: Step) -> list[int]:
+    """The sparse layers of a step that were recorded from dispatch to combine, in order."""
+    return sorted({span.layer for span in step.spans if span.part == "flight"})
+
+
+def middle_layer(step: Step) -> int:
+    """A sparse layer in the steady state: neither the first nor the last where there are three."""
+    layers = layers_of(step)
+    return layers[len(layers) // 2] if layers else 0
+
+
+def window_of(steps: list[Step], layer: int) -> tuple[int, int]:
+    """From the start of a sparse layer's first span to the end of its last one, over the same step of all ranks."""
+    spans = [span for step in steps for span in step.spans if span.layer == layer]
+    if not spans:
+        return min(step.start_ns for step in steps), max(step.stop_ns for step in steps)
+    return min(span.start_ns for span in spans), max(span.stop_ns for span in spans)
