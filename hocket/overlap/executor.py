@@ -16,12 +16,12 @@ from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
-from hocket.overlap.thread_state import inline_lane, make_baton, thread_setup
+from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
 from hocket.trace.spans import Recorder, Stage, Track
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
-from hocket.ubatch.lanes import Lane, WorkerLane
+from hocket.ubatch.lanes import Lane, Setup
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -47,13 +47,14 @@ class UBatchExecutor:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self.recorder: Recorder | None = None
         self._model = model
+        self._device = device
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
         launch_blocks, has_own_thread = False, True
         if size > 1:
             last_resort_s = timeout_s + _GRACE_S
-            lane = WorkerLane(last_resort_s, thread_setup(device), record=record)
+            lane = comm_lane(device, last_resort_s, record)
             self._alternating = (make_baton(kind, size, last_resort_s, device), lane)
             launch_blocks = any(layer.transport.launch_blocks for layer in self._layers)
             has_own_thread = lane.has_own_thread
@@ -72,9 +73,12 @@ class UBatchExecutor:
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
         contexts = self._contexts(len(ubatches), *pair, self.schedules[phase])
-        baton = pair[0]
+        baton, surround = pair[0], on_stream_of_caller(self._device)
         outcomes = baton.run(
-            [self._body(context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)]
+            [
+                self._body(context, inputs, kv_cache, surround)
+                for context, inputs in zip(contexts, ubatches, strict=True)
+            ]
         )
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
@@ -88,27 +92,36 @@ class UBatchExecutor:
             contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, self.recorder))
         return contexts
 
-    def _body(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Callable[[], Tensor]:
+    def _body(
+        self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor], surround: Setup
+    ) -> Callable[[], Tensor]:
         def body() -> Tensor:
-            ubatch.enter(context)
-            track = context.track
-            try:
-                track.begin(Stage.QKV)
-                hidden: Tensor = self._model(inputs, kv_cache)
-            except HARD:
-                raise
-            except Exception:
-                # The other ranks go through all layers of this step: so does this ubatch, without tokens.
-                track.fail()
-                self._join(track, inputs.layout)
-                raise
-            finally:
-                track.pause()
-                context.run_hooks()
-                ubatch.enter(None)
-            return hidden
+            with surround():
+                ubatch.enter(context)
+                try:
+                    return self._run(context, inputs, kv_cache)
+                finally:
+                    ubatch.enter(None)
 
         return body
+
+    def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+        """One ubatch's part of the step, in its own context."""
+        track = context.track
+        try:
+            track.begin(Stage.QKV)
+            hidden: Tensor = self._model(inputs, kv_cache)
+        except HARD:
+            raise
+        except Exception:
+            # The other ranks go through all layers of this step: so does this ubatch, without tokens.
+            track.fail()
+            self._join(track, inputs.layout)
+            raise
+        finally:
+            track.pause()
+            context.run_hooks()
+        return hidden
 
     def _join(self, track: Track, layout: TokenLayout) -> None:
         """Take part in the collectives that are left of a step that failed here."""
