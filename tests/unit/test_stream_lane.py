@@ -83,6 +83,7 @@ class Watched(Transport):
 
         def run() -> None:
             if len(self.sent) == self.fail_at:
+                self.fail_at = -1
                 raise RuntimeError("[gloo] Connection closed by peer")
             self.sent.append(send)
             self.cuda.run(send)
