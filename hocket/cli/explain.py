@@ -78,6 +78,7 @@ def _splits(config: EngineConfig, phase: str) -> list[dict[str, Any]]:
     overlap, limits = config.overlap, config.scheduler
     most = min(limits.max_num_batched_tokens, limits.max_num_seqs if phase == "decode" else MAX_TOKENS)
     thresholds = {overlap.decode_token_threshold, overlap.prefill_token_threshold}
+    thresholds |= {size + 1 for size in _graph_sizes(config)[-1:]}
     starts = sorted({1} | {tokens for tokens in thresholds if tokens <= most})
     found: list[dict[str, Any]] = []
     for first, last in pairwise((*starts, most + 1)):
@@ -93,11 +94,19 @@ def _reason(config: EngineConfig, phase: str, tokens: int) -> str:
     column = [0] * vote.NUM_ROWS
     column[Row.TOKENS] = tokens
     column[Row.MAY_SPLIT] = 1
+    column[Row.GRAPH_MODE] = 1
     column[Row.UNIFORM_QUERY] = int(phase == "decode")
     if config.overlap.cut == "cost":
         column[vote.WISHED_CUTS] = [tokens // 2] * (config.overlap.num_ubatches - 1)  # the reason depends on none
     table = [column] * config.parallel.expert_parallel_size
-    return vote.decide(table, config.overlap).reason.label
+    return vote.decide(table, config.overlap, _graph_sizes(config)).reason.label
+
+
+def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Of decodes in CUDA graphs, as far as can be told without the ranks."""
+    from hocket.moe.transport.registry import transport_class
+
+    return config.graphs.sizes if transport_class(config.parallel.all2all_backend).captures else ()
 
 
 def _schedule(config: EngineConfig, phase: str) -> dict[str, Any]:
@@ -112,12 +121,14 @@ def _schedule(config: EngineConfig, phase: str) -> dict[str, Any]:
 
 
 def _chosen(config: EngineConfig, phase: str) -> Schedule:
-    """As the executor chooses; on a CPU every lane that transfers run on has a thread of its own."""
+    """As the executor chooses, by the lane that transfers run on."""
     from hocket.moe.transport.registry import transport_class
     from hocket.ubatch.lanes import WorkerLane
+    from hocket.ubatch.stream_lane import StreamLane
 
+    lane = WorkerLane if config.device == "cpu" else StreamLane
     launch_blocks = transport_class(config.parallel.all2all_backend).launch_blocks
-    return schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=WorkerLane.has_own_thread)
+    return schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=lane.has_own_thread)
 
 
 def _steady_state(config: EngineConfig, chosen: Schedule) -> tuple[list[Launch], int]:

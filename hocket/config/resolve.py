@@ -111,18 +111,6 @@ def _device(options: Options) -> str:
     if options.deterministic:
         where = "on cuda, where no backend is batch-invariant"
         raise ConfigError("deterministic", True, "false, or device cpu", where=where)
-    asked = {
-        "enable_dbo": options.enable_dbo,
-        "ubatch_size": options.ubatch_size,
-        FORCE_SPLIT.name: FORCE_SPLIT.get_int(0),
-    }
-    for field, value in asked.items():
-        if value > 1 or value is True:
-            raise ConfigError(field, value, "off, or device cpu", where="on cuda, where overlap is not built yet")
-    if options.emulate_link_gb_per_s is not None:
-        raise ConfigError(
-            "emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it, or device cpu", where="on cuda"
-        )
     return device
 
 

@@ -16,11 +16,11 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
 from hocket.moe.side import INLINE, Side
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Dispatched, Transport
 from hocket.trace import spans
 from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
-from hocket.ubatch.transfer import Running, cannot_go_on
+from hocket.ubatch.transfer import Running, Transfer, cannot_go_on
 
 
 class MoELayer(nn.Module):
@@ -101,12 +101,12 @@ class _Call:
         self._x = x
         spans.begin(Stage.DISPATCH)
         self._tokens = layer.transport.prepare(x, topk_ids, topk_weights, layout)
+        self._ready = ubatch.mark()  # of what is sent next
         self._is_joining = is_joining
         self._last: Running[Any] | None = None
         self._dispatch: Running[Dispatched]
+        self._sums: Transfer[Tensor]
         self._combine: Running[Tensor]
-        self._handle: Handle
-        self._expert_out: Tensor
         self._shared: Callable[[], Tensor | None] = _nothing
         self._shared_out: Tensor | None = None
         self.failure: Exception | None = None
@@ -131,7 +131,7 @@ class _Call:
     def _send_tokens(self) -> None:
         if (shared := self._layer.shared_experts) is not None:
             self._shared = self._layer.side.begin(lambda: self._attempt(lambda: shared(self._x)))
-        self._last = self._dispatch = Running(self._tokens, Stage.DISPATCH)
+        self._last = self._dispatch = Running(self._tokens, Stage.DISPATCH, self._ready)
 
     def _hand_over(self) -> None:
         if self._last is None:
@@ -141,14 +141,13 @@ class _Call:
 
     def _compute_experts(self) -> None:
         sent = self._dispatch.finish(Stage.EXPERTS)
-        self._handle = sent.handle
         out = self._attempt(lambda: self._layer.experts(sent.x, sent.ids, sent.weights))
-        self._expert_out = torch.zeros_like(sent.x) if out is None else out
+        spans.begin(Stage.COMBINE)
+        self._sums = self._layer.transport.finalize(torch.zeros_like(sent.x) if out is None else out, sent.handle)
+        self._ready = ubatch.mark()
 
     def _send_back(self) -> None:
-        spans.begin(Stage.COMBINE)
-        transfer = self._layer.transport.finalize(self._expert_out, self._handle)
-        self._last = self._combine = Running(transfer, Stage.COMBINE)
+        self._last = self._combine = Running(self._sums, Stage.COMBINE, self._ready)
 
     def _compute_shared(self) -> None:
         if self._layer.shared_experts is not None:

@@ -17,12 +17,12 @@ from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
-from hocket.overlap.thread_state import inline_lane, make_baton, thread_setup
+from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
 from hocket.trace.spans import Recorder, Stage, Step, Track
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
-from hocket.ubatch.lanes import Lane, WorkerLane
+from hocket.ubatch.lanes import Lane, Setup
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -48,13 +48,14 @@ class UBatchExecutor:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self.recorder: Recorder | None = None
         self._model = model
+        self._device = device
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
         launch_blocks, has_own_thread = False, True
         if size > 1:
             last_resort_s = timeout_s + _GRACE_S
-            lane = WorkerLane(last_resort_s, thread_setup(device), record=record)
+            lane = comm_lane(device, last_resort_s, record)
             self._alternating = (make_baton(kind, size, last_resort_s, device), lane)
             launch_blocks = any(layer.transport.launch_blocks for layer in self._layers)
             has_own_thread = lane.has_own_thread
@@ -74,9 +75,12 @@ class UBatchExecutor:
         assert pair is not None, "more ubatches than the executor was made for"
         step = self._recorded(ubatches, phase)
         contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
-        baton = pair[0]
+        baton, surround = pair[0], on_stream_of_caller(self._device)
         outcomes = baton.run(
-            [self._body(context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)]
+            [
+                self._body(context, inputs, kv_cache, surround)
+                for context, inputs in zip(contexts, ubatches, strict=True)
+            ]
         )
         if step is not None:
             step.stop_ns = time.perf_counter_ns()
@@ -100,29 +104,38 @@ class UBatchExecutor:
             contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
         return contexts
 
-    def _body(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Callable[[], Tensor]:
+    def _body(
+        self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor], surround: Setup
+    ) -> Callable[[], Tensor]:
         def body() -> Tensor:
-            ubatch.enter(context)
-            track = context.track
-            try:
-                track.take()
-                track.begin(Stage.QKV)
-                hidden: Tensor = self._model(inputs, kv_cache)
-            except HARD:
-                raise
-            except Exception:
-                # The other ranks go through all layers of this step: so does this ubatch, without tokens.
-                track.fail()
-                self._join(track, inputs.layout)
-                raise
-            finally:
-                track.pause()
-                context.run_hooks()
-                _leave(context)
-                ubatch.enter(None)
-            return hidden
+            with surround():
+                ubatch.enter(context)
+                try:
+                    return self._run(context, inputs, kv_cache)
+                finally:
+                    ubatch.enter(None)
 
         return body
+
+    def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
+        """One ubatch's part of the step, in its own context."""
+        track = context.track
+        try:
+            track.take()
+            track.begin(Stage.QKV)
+            hidden: Tensor = self._model(inputs, kv_cache)
+        except HARD:
+            raise
+        except Exception:
+            # The other ranks go through all layers of this step: so does this ubatch, without tokens.
+            track.fail()
+            self._join(track, inputs.layout)
+            raise
+        finally:
+            track.pause()
+            context.run_hooks()
+            _leave(context)
+        return hidden
 
     def _join(self, track: Track, layout: TokenLayout) -> None:
         """Take part in the collectives that are left of a step that failed here."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled
 
 from hocket.dist.record import Record
 from hocket.ubatch.baton import Baton, GreenletBaton, ThreadBaton
-from hocket.ubatch.lanes import InlineLane, Lane, Setup
+from hocket.ubatch.lanes import InlineLane, Lane, Setup, WorkerLane
+from hocket.ubatch.stream_lane import StreamLane
 
 Switch = Callable[[], object]
 
@@ -30,7 +32,7 @@ class ThreadState:
         self._inference = is_inference_mode_enabled()
         self._autocast = is_autocast_enabled(device.type)
         self._autocast_dtype = torch.get_autocast_dtype(device.type)
-        self._stream = torch.cuda.current_stream() if device.type == "cuda" else None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def around(self, switch: Switch) -> None:
         """Let another ubatch run in the base state; on return the state is what it was."""
@@ -38,12 +40,15 @@ class ThreadState:
             is_grad_enabled() is self._grad
             and is_inference_mode_enabled() is self._inference
             and is_autocast_enabled(self._device_type) is self._autocast
-            and self._stream is None
+            and self._is_on_its_stream()
         ):
             switch()
         else:
             with self._base():
                 switch()
+
+    def _is_on_its_stream(self) -> bool:
+        return self._stream is None or bool(torch.cuda.current_stream(self._stream.device) == self._stream)
 
     @contextlib.contextmanager
     def _base(self) -> Iterator[None]:
@@ -54,7 +59,7 @@ class ThreadState:
                 stack.enter_context(torch.set_grad_enabled(self._grad))
             if is_autocast_enabled(self._device_type) is not self._autocast:
                 stack.enter_context(torch.autocast(self._device_type, self._autocast_dtype, self._autocast))
-            if self._stream is not None:
+            if self._stream is not None and not self._is_on_its_stream():
                 stack.enter_context(torch.cuda.stream(self._stream))
             yield
 
@@ -70,6 +75,20 @@ def thread_setup(device: torch.device) -> Setup:
             yield
 
     return setup
+
+
+def on_stream_of_caller(device: torch.device) -> Setup:
+    """What each ubatch enters, whatever thread runs it: the stream that this caller computes on."""
+    if device.type != "cuda":
+        return contextlib.nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream(device))
+
+
+def comm_lane(device: torch.device, timeout_s: float, record: Record | None) -> Lane:
+    """The lane of split steps."""
+    if device.type == "cuda":
+        return StreamLane(device, record)
+    return WorkerLane(timeout_s, thread_setup(device), record=record)
 
 
 def inline_lane(device: torch.device, record: Record | None) -> Lane:

@@ -58,7 +58,8 @@ class Reason(_Said):
     """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins.
 
     disabled: overlap is off. no_work: it is on, but no rank had anything to run. step_dropped: the step before had
-    failed on some rank, so this one, scheduled on top of it, did not run.
+    failed on some rank, so this one, scheduled on top of it, did not run. no_split_graph: decodes for which there is a
+    CUDA graph, but only of the whole step: replaying that is faster than launching halves.
     """
 
     SPLIT = 0
@@ -69,13 +70,14 @@ class Reason(_Said):
     NOT_PROFITABLE = 5
     NO_WORK = 6
     STEP_DROPPED = 7
+    NO_SPLIT_GRAPH = 8
 
 
 class GraphReason(_Said):
     """Why a step in which some rank worked ran in a CUDA graph or not. Of several the lowest that refuses is said.
 
     disabled: none were asked for, or nobody had anything to run. eager_forced: none were captured.
-    no_graph_size: more requests than any graph holds.
+    no_graph_size: more requests than any graph holds. split: HOCKET_FORCE_SPLIT has it run in parts.
     """
 
     GRAPH = 0
@@ -175,8 +177,11 @@ def decide(table: Table, policy: OverlapConfig, graph_sizes: Sequence[int] = ())
     codes = ((rank, column[Row.ABORT]) for rank, column in enumerate(table))
     failed = next(((rank, FailedStage.from_code(code)) for rank, code in codes if code), None)
     reason = Reason.STEP_DROPPED if failed else _reason(working, uniform_query, policy)
+    is_forced = reason is Reason.SPLIT and policy.force_split
+    graph, graph_tokens = _graph(table, working, uniform_query, graph_sizes, is_forced)
+    if reason is Reason.SPLIT and graph_tokens:
+        reason = Reason.NO_SPLIT_GRAPH
     split = reason is Reason.SPLIT
-    graph, graph_tokens = _graph(table, working, uniform_query, graph_sizes, split)
     return StepPlan(
         step=table[0][Row.STEP],
         reason=reason,
@@ -210,7 +215,7 @@ def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) ->
 
 
 def _graph(
-    table: Table, working: list[Column], uniform_query: int, sizes: Sequence[int], split: bool
+    table: Table, working: list[Column], uniform_query: int, sizes: Sequence[int], is_forced_split: bool
 ) -> tuple[GraphReason, int]:
     """Whether all ranks replay a graph, and which: the smallest that the rank with most tokens fits into."""
     if not sizes or not working:
@@ -220,7 +225,7 @@ def _graph(
     size = fitting_size(sizes, max(column[Row.TOKENS] for column in working))
     if size == 0:
         return GraphReason.NO_GRAPH_SIZE, 0
-    if split:
+    if is_forced_split:
         return GraphReason.SPLIT, 0
     if any(column[Row.GRAPH_MODE] == 0 for column in table):
         return GraphReason.EAGER_FORCED, 0

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from hocket.trace import spans
 from hocket.trace.spans import Stage, Step, Track
@@ -88,11 +89,18 @@ def layer_done() -> None:
         context.track.layer += 1
 
 
-def launch_of(context: UBatchContext | None, work: Work, name: str) -> Pending:
-    """Run `work` on the comm lane behind what the ubatch has computed so far; without overlap run it now."""
+def mark() -> Any:
+    """What the ubatch has computed so far, for a transfer of that to wait for (`Lane.mark`). Taken before a hand-over:
+    afterwards it would hold what the others computed meanwhile, which the transfer should run beside."""
+    context = _current.get()
+    return None if context is None else context.lane.mark()
+
+
+def launch_of(context: UBatchContext | None, work: Work, name: str, after: Any = None) -> Pending:
+    """Run `work` on the comm lane behind the mark `after`; without overlap run it now."""
     if context is None:
         return Done(work)
-    return context.lane.launch(work, f"ub{context.idx} {name}")
+    return context.lane.launch(work, f"ub{context.idx} {name}", after)
 
 
 def hand_over(receive: Hook | None = None) -> None:

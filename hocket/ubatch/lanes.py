@@ -1,6 +1,7 @@
 """The comm lane: where transfers run, in order, beside the compute of the caller. Knows nothing of what they move.
 
-On a CPU the lane is one worker thread and an event is a future; without overlap work runs inline.
+On a CPU the lane is one worker thread and an event is a future; without overlap work runs inline. That of a GPU is in
+`stream_lane.py`.
 """
 
 from __future__ import annotations
@@ -63,9 +64,14 @@ class Lane(ABC):
     has_own_thread: ClassVar[bool]
     """Whether launching returns at once, also where the work makes its host wait."""
 
+    def mark(self) -> Any:
+        """What the caller has computed so far, for work launched later to wait for. None: by then it is computed."""
+        return None
+
     @abstractmethod
-    def launch(self, work: Work, name: str) -> Pending:
-        """Queue `work` behind all that was launched before; `name` is for traces and errors."""
+    def launch(self, work: Work, name: str, after: Any = None) -> Pending:
+        """Queue `work` behind all that was launched before and behind the mark `after`; `name` is for traces and
+        errors."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -80,7 +86,7 @@ class InlineLane(Lane):
         self._record = record or Record()
         self._run: type[Done] | type[Queued] = Queued if launches else Done
 
-    def launch(self, work: Work, name: str) -> Pending:
+    def launch(self, work: Work, name: str, after: Any = None) -> Pending:
         self._record.begin_transfer(name)
         pending = self._run(work)
         self._record.end_transfer()
@@ -156,7 +162,7 @@ class WorkerLane(Lane):
                     self._record.end_transfer()
                 del job
 
-    def launch(self, work: Work, name: str) -> Pending:
+    def launch(self, work: Work, name: str, after: Any = None) -> Pending:
         job = _Job(work, name, self._timeout_s)
         self._jobs.put(job)
         return job

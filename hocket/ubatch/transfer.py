@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hocket.errors import OverlapError, RankLost
 from hocket.trace.spans import Span, Stage
@@ -35,9 +35,10 @@ class Transfer(Generic[T]):
 
 
 class Running(Generic[T]):
-    """A transfer whose `send` is on the lane. stage: DISPATCH or COMBINE."""
+    """A transfer whose `send` is on the lane. stage: DISPATCH or COMBINE. ready: the mark of its inputs
+    (`context.mark`); without one it waits for all that was computed until now."""
 
-    def __init__(self, transfer: Transfer[T], stage: Stage) -> None:
+    def __init__(self, transfer: Transfer[T], stage: Stage, ready: Any = None) -> None:
         self._context = current()
         if self._context is not None:
             self._context.run_hooks()
@@ -45,12 +46,14 @@ class Running(Generic[T]):
         self._stage = stage
         self._recorded: tuple[tuple[Span, Pending], ...] = ()
         self._receive_is_due = transfer.receive is not None
-        self._send = self._last = self._launch(transfer.send, "send")
+        if ready is None and self._context is not None:
+            ready = self._context.lane.mark()
+        self._send = self._last = self._launch(transfer.send, "send", ready)
 
-    def _launch(self, work: Work, part: str) -> Pending:
+    def _launch(self, work: Work, part: str, after: Any = None) -> Pending:
         context = self._context
         span = None if context is None else context.track.launched(self._stage, part)
-        pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}")
+        pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}", after)
         if context is not None and type(pending) is Done:
             context.exposed_ns += pending.stopped_ns - pending.started_ns
             context.track.interrupt(pending.started_ns, pending.stopped_ns)

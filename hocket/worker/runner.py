@@ -55,7 +55,7 @@ class Runner:
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
         link = config.parallel.emulated_link
         if link is not None:
-            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s)
+            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
         backends = backends_for(
             config.attention_backend,
             config.deterministic,

@@ -107,6 +107,8 @@ class VainWatch:
         reason = max(reasons, key=lambda name: reasons[name])
         if reason == Reason.PREFIX_HAZARD.label:
             return "requests read prefixes that others compute in the same step; send one of each prefix ahead"
+        if reason == Reason.NO_SPLIT_GRAPH.label:
+            return "decodes replay CUDA graphs, which hold whole steps; that is faster than launching halves"
         if reason != Reason.BELOW_THRESHOLD.label:
             return "without a split overlap only costs; leave it off"
         found = [

@@ -83,6 +83,7 @@ WITH_TORCH = [
     "hocket.overlap.views",
     "hocket.overlap.executor",
     "hocket.overlap.thread_state",
+    "hocket.ubatch.stream_lane",
 ]
 
 

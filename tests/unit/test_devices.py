@@ -59,20 +59,22 @@ def test_auto_takes_the_gpus_and_the_checkpoints_dtype() -> None:
             {"deterministic": True},
             "deterministic: True is not allowed on cuda, where no backend is batch-invariant; allowed: ",
         ),
-        (
-            {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": True},
-            "enable_dbo: True is not allowed on cuda, where overlap is not built yet; allowed: off",
-        ),
-        (
-            {"data_parallel_size": 2, "enable_expert_parallel": True, "emulate_link_gb_per_s": 1.0},
-            "emulate_link_gb_per_s: 1.0 is not allowed on cuda; allowed: not to give it",
-        ),
     ],
 )
 def test_what_is_not_built_for_gpus_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(**options)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_overlap_and_an_emulated_link_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": True}
+    config = resolved(**options, emulate_link_gb_per_s=46.0)
+    assert (config.device, config.overlap.num_ubatches) == ("cuda", 2)
+    assert config.parallel.emulated_link is not None
+    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "3")
+    assert resolved(data_parallel_size=2).overlap.num_ubatches == 3
 
 
 def test_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,19 @@ def test_schedule_follows_the_transport() -> None:
     assert len(described(**{**DBO, "enable_dbo": False, "ubatch_size": 3})["schedules"]["decode"]["lanes"]) == 6
 
 
+def test_on_gpus_decodes_replay_graphs_and_torch_hands_over_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hocket.config.resolve.num_gpus", lambda: 2)
+    found = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40)
+    assert found["splits"]["decode"] == [
+        {"tokens": [1, 31], "reason": "below_threshold"},
+        {"tokens": [32, 40], "reason": "no_split_graph"},
+        {"tokens": [41, 64], "reason": "split"},
+    ]
+    eager = described(**DBO, all2all_backend="torch", max_num_seqs=64)
+    assert [run["reason"] for run in eager["splits"]["decode"]] == ["below_threshold", "split"]
+    assert eager["schedules"]["prefill"]["name"] != found["schedules"]["prefill"]["name"]
+
+
 def test_placement() -> None:
     assert described(data_parallel_size=3, enable_expert_parallel=True)["experts"]["by_rank"] == [6, 5, 5]
     assert described(data_parallel_size=3)["experts"]["by_rank"] == [16]

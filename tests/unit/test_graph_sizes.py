@@ -8,10 +8,11 @@ from batches import batch_of
 from hocket.config.engine import OverlapConfig
 from hocket.config.graphs import asked_sizes, captured_sizes, fitting_size
 from hocket.errors import ConfigError
-from hocket.overlap.vote import GraphReason, decide, facts
+from hocket.overlap.vote import GraphReason, Reason, decide, facts
 
 SIZES = (1, 2, 4, 8)
 TWO = OverlapConfig(num_ubatches=2, decode_token_threshold=2, prefill_token_threshold=8)
+FORCED = OverlapConfig(num_ubatches=2, force_split=True)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 60, 256, 512, 1000])
@@ -59,8 +60,28 @@ def test_all_ranks_choose_one_graph(table: list[list[int]], reason: GraphReason,
     assert decide(table[::-1], OverlapConfig(), SIZES).graph_tokens == size
 
 
-def test_no_graph_without_sizes_or_in_a_split_step() -> None:
-    table = [column(4), column(4)]
-    assert decide(table, OverlapConfig()).graph is GraphReason.DISABLED
-    plan = decide(table, TWO, SIZES)
-    assert (plan.num_ubatches, plan.graph, plan.graph_tokens) == (2, GraphReason.SPLIT, 0)
+@pytest.mark.parametrize(
+    ("table", "policy", "reason", "graph", "size"),
+    [
+        ([column(4), column(3)], TWO, Reason.NO_SPLIT_GRAPH, GraphReason.GRAPH, 4),
+        ([column(4), column(0)], TWO, Reason.NO_SPLIT_GRAPH, GraphReason.GRAPH, 4),
+        ([column(4), column(1)], TWO, Reason.BELOW_THRESHOLD, GraphReason.GRAPH, 4),
+        ([column(4), column(9)], TWO, Reason.SPLIT, GraphReason.NO_GRAPH_SIZE, 0),
+        ([column(4), column(4, graph_mode=0)], TWO, Reason.SPLIT, GraphReason.EAGER_FORCED, 0),
+        ([column(4), column(4, prompt=9)], TWO, Reason.BELOW_THRESHOLD, GraphReason.NOT_UNIFORM, 0),
+        ([column(4, prompt=9), column(4, prompt=9)], TWO, Reason.SPLIT, GraphReason.NOT_UNIFORM, 0),
+        ([column(4), column(1)], FORCED, Reason.SPLIT, GraphReason.SPLIT, 0),
+    ],
+)
+def test_decodes_run_whole_where_there_is_a_graph(
+    table: list[list[int]], policy: OverlapConfig, reason: Reason, graph: GraphReason, size: int
+) -> None:
+    plan = decide(table, policy, SIZES)
+    assert (plan.reason, plan.graph, plan.graph_tokens) == (reason, graph, size)
+    assert plan.num_ubatches == 1 + (reason is Reason.SPLIT)
+    assert all(not wish for wish in plan.wishes)
+
+
+def test_no_graph_without_sizes() -> None:
+    assert decide([column(4), column(4)], OverlapConfig()).graph is GraphReason.DISABLED
+    assert decide([column(4), column(4)], TWO).reason is Reason.SPLIT

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,3 +77,23 @@ def test_the_link_carries_one_transfer_at_a_time() -> None:
     assert time.perf_counter() - began >= 0.04
     assert first.arrived_ns() / 1e9 >= began + 0.0199
     assert first.arrived_ns() <= second.arrived_ns() - 19_900_000, "its own delivery, not when somebody asked"
+
+
+def test_on_a_gpu_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before the inner transfer until behind it, for what is known by then; the host sleeps for nothing."""
+    done: list[object] = []
+    clock = SimpleNamespace(begin=lambda: done.append("begin"), wait_since=done.append)
+    module = SimpleNamespace(DeviceClock=lambda device: clock)
+    monkeypatch.setitem(sys.modules, "hocket.moe.transport.link_kernels", module)  # type: ignore[arg-type]
+    inner = Inner(0.0)
+    link = LinkEmulator(inner, 500_000.0, 0.001, torch.device("cuda", 0))
+    assert link.captures is inner.captures
+    monkeypatch.setattr(time, "sleep", lambda seconds: done.append(f"inner {seconds:g}"))
+    out = torch.ones(1)
+    for transfer in (link.finalize(out, Handle()), link.prepare(out, out, out, LAYOUT)):
+        done.clear()
+        assert transfer.receive is not None
+        transfer.send()
+        transfer.receive()
+        assert done == ["begin", "inner 0", 0.5 + NUM_BYTES / 1e6]
+        assert transfer.arrived_ns is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -115,6 +116,15 @@ def test_overlap_in_vain_is_said_once_per_kind_of_step(caplog: pytest.LogCapture
     (message,) = warnings_of(caplog)
     assert "prefill steps was split (prefix_hazard 1000)" in message
     assert "send one of each prefix ahead" in message
+
+
+def test_decodes_that_replay_graphs_are_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(0, TWO)
+    whole = replace(plan_of(8, 8), reason=Reason.NO_SPLIT_GRAPH, bounds=(8,))
+    for _ in range(WARN_AFTER_STEPS):
+        log.step(record_of(whole, 8), ends_run=False)
+    (message,) = warnings_of(caplog)
+    assert "decode steps was split (no_split_graph 1000): decodes replay CUDA graphs" in message
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,20 @@ Every result that was measured over it must say so.
 from __future__ import annotations
 
 import time
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.ubatch.transfer import Transfer
 
+if TYPE_CHECKING:
+    from hocket.moe.transport.link_kernels import DeviceClock
+
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 
 class LinkEmulator(Transport):
@@ -22,19 +27,28 @@ class LinkEmulator(Transport):
 
     Send and receive are apart: `send` runs the inner transfer and returns, `receive` waits until the link would have
     delivered it. A transfer that the inner transport needs longer for is not shortened.
+
+    On a GPU (`device`) its own clock counts, and a kernel of one thread block waits on the stream of the transfers,
+    whose order has one at a time on the link.
     """
 
     name = "link_emulator"
-    requires_padding = False  # an instance takes over its inner transport's, and launch_blocks
+    requires_padding = False  # an instance takes over its inner transport's, launch_blocks and, on a GPU, captures
     is_apart = True
 
-    def __init__(self, inner: Transport, latency_us: float, gb_per_s: float) -> None:
+    def __init__(self, inner: Transport, latency_us: float, gb_per_s: float, device: torch.device = _CPU) -> None:
         self.inner = inner
         self.latency_us = latency_us
         self.gb_per_s = gb_per_s
         self.requires_padding = inner.requires_padding  # type: ignore[misc]
         self.launch_blocks = inner.launch_blocks  # type: ignore[misc]
         self._free_at = 0.0  # when the link has delivered all that was sent
+        self._clock: DeviceClock | None = None
+        if device.type == "cuda":
+            from hocket.moe.transport.link_kernels import DeviceClock
+
+            self._clock = DeviceClock(device)
+            self.captures = inner.captures  # type: ignore[misc]
 
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
         return self._stretched(self.inner.prepare(x, topk_ids, topk_weights, layout))
@@ -42,14 +56,19 @@ class LinkEmulator(Transport):
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
         return self._stretched(self.inner.finalize(expert_out, handle))
 
+    def _seconds(self, num_bytes: int) -> float:
+        return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)
+
     def _stretched(self, transfer: Transfer[T]) -> Transfer[T]:
+        if self._clock is not None:
+            return self._stretched_there(self._clock, transfer)
         delivered_at = 0.0
 
         def send() -> None:
             nonlocal delivered_at
             begin = max(time.perf_counter(), self._free_at)
             transfer.send()
-            seconds = self.latency_us * 1e-6 + transfer.num_bytes() / (self.gb_per_s * 1e9)
+            seconds = self._seconds(transfer.num_bytes())
             delivered_at = self._free_at = max(begin + seconds, time.perf_counter())
 
         def receive() -> None:
@@ -62,3 +81,18 @@ class LinkEmulator(Transport):
                 delivered_at = time.perf_counter()  # a sleep may last longer
 
         return Transfer(send, transfer.result, transfer.num_bytes, receive, lambda: int(delivered_at * 1e9))
+
+    def _stretched_there(self, clock: DeviceClock, transfer: Transfer[T]) -> Transfer[T]:
+        """Both kernels and the inner transfer on the stream that each part is launched on. When it arrives the host
+        does not know."""
+
+        def send() -> None:
+            clock.begin()
+            transfer.send()
+
+        def receive() -> None:
+            if transfer.receive is not None:
+                transfer.receive()
+            clock.wait_since(self._seconds(transfer.num_bytes()))
+
+        return Transfer(send, transfer.result, transfer.num_bytes, receive)

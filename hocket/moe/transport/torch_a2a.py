@@ -33,7 +33,8 @@ class _Dispatch:
     """One dispatch under way. The counts travel first and are read on the host, so it all runs on the comm lane.
 
     With them travels a number that counts transfers: ranks that are not at the same one must not take each other's
-    bytes for rows.
+    bytes for rows. counts: int64 [n]. packed: uint8 [≥ S, row bytes]. room: where rows are received, uint8 [≥ N, row
+    bytes], where there must be some before N is known.
     """
 
     def __init__(
@@ -44,13 +45,16 @@ class _Dispatch:
         counts: Tensor,
         packed: Tensor,
         number: int,
+        room: Tensor | None,
     ) -> None:
         self._rank = rank
         self._group = group
         self._number = number
         self._rows = rows
-        self._counts = counts
+        self._to_ranks = torch.stack((counts, torch.full_like(counts, number)), dim=1)  # int64 [n, 2]
+        self._from_ranks = torch.empty_like(self._to_ranks)
         self._packed = packed
+        self._room = room
         self.received: Tensor | None = None
         self.send_splits: list[int] = []
         self.recv_splits: list[int] = []
@@ -61,15 +65,18 @@ class _Dispatch:
         Raises:
             StepDesync: another rank is at another transfer; names it.
         """
-        to_ranks = torch.stack((self._counts, torch.full_like(self._counts, self._number)), dim=1)  # int64 [n, 2]
-        from_ranks = torch.empty_like(to_ranks)
-        collectives.all_to_all(from_ranks, to_ranks, self._group)
-        self.send_splits = to_ranks[:, 0].tolist()
-        from_ranks = from_ranks.cpu()
+        collectives.all_to_all(self._from_ranks, self._to_ranks, self._group)
+        self.send_splits = self._to_ranks[:, 0].tolist()
+        from_ranks = self._from_ranks.cpu()
         check_numbers(self._number, from_ranks[:, 1])
         self.recv_splits = from_ranks[:, 0].tolist()
-        self.received = self._packed.new_empty(sum(self.recv_splits), self._rows.row_bytes)
-        collectives.all_to_all(self.received, self._packed, self._group, self.recv_splits, self.send_splits)
+        num_sent, num_received = sum(self.send_splits), sum(self.recv_splits)
+        if self._room is None:
+            self.received = self._packed.new_empty(num_received, self._rows.row_bytes)
+        else:
+            self.received = self._room[:num_received]
+        sent = self._packed[:num_sent]
+        collectives.all_to_all(self.received, sent, self._group, self.recv_splits, self.send_splits)
 
     def num_bytes(self) -> int:
         return (sum(self.send_splits) - self.send_splits[self._rank]) * self._rows.row_bytes
@@ -79,7 +86,8 @@ class TorchTransport(Transport):
     """A token travels once to each rank that holds at least one of its experts and comes back as one partial sum.
 
     Dispatch exchanges the counts (read on the host), then one message of rows per pair of ranks; combine is one
-    message back per pair. Partial sums are added in fp32 in rank order.
+    message back per pair. Partial sums are added in fp32 in rank order. On a device `prepare` packs and makes room for
+    as many rows as there can be: to learn their number it would wait for all that was launched before.
     """
 
     name = "torch"
@@ -101,14 +109,21 @@ class TorchTransport(Transport):
         check_ids(topk_ids, self._num_experts, "expert ids")
         owner = self._rank_of[topk_ids]
         is_wanted = (owner == self._ranks[:, None, None]).any(dim=-1)  # [n, T]
-        _, token_idx = is_wanted.nonzero(as_tuple=True)  # by rank, then by token
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        if is_on_host(x):
+            _, token_idx = is_wanted.nonzero(as_tuple=True)  # by rank, then by token
+            room = None
+        else:
+            token_idx = wanted_first(is_wanted, topk_ids.shape[1])
+            room = x.new_empty(len(self._ranks) * layout.num_padded_max, rows.row_bytes, dtype=torch.uint8)
         packed = rows.pack(x[token_idx], topk_ids[token_idx], topk_weights[token_idx], len(token_idx))
-        under_way = _Dispatch(self._rank, self._group, rows, is_wanted.sum(dim=-1), packed, next(self._numbers))
+        number = next(self._numbers)
+        under_way = _Dispatch(self._rank, self._group, rows, is_wanted.sum(dim=-1), packed, number, room)
 
         def result() -> Dispatched:
             assert under_way.received is not None
-            handle = TorchHandle(token_idx, under_way.send_splits, under_way.recv_splits, x.shape[0])
+            splits = under_way.send_splits
+            handle = TorchHandle(token_idx[: sum(splits)], splits, under_way.recv_splits, x.shape[0])
             return Dispatched(*rows.unpack(under_way.received), handle=handle)
 
         return Transfer(under_way.send, result, under_way.num_bytes)
@@ -137,3 +152,17 @@ class TorchTransport(Transport):
             result=result,
             num_bytes=lambda: num_sent * sums.shape[1] * sums.itemsize,
         )
+
+
+def wanted_first(is_wanted: Tensor, top_k: int) -> Tensor:
+    """The tokens of is_wanted [n, T] that are true, by rank, then by token, as `nonzero` gives them: int64
+    [min(n, top_k) · T], where top_k is how many ranks want a token at most. What follows them are tokens too, any.
+
+    The host need not know how many there are.
+    """
+    num_ranks, num_tokens = is_wanted.shape
+    most = min(num_ranks, top_k) * num_tokens
+    flat = is_wanted.flatten()
+    place = torch.where(flat, flat.cumsum(0) - 1, most)
+    tokens = torch.arange(num_tokens, device=flat.device).repeat(num_ranks)
+    return tokens.new_zeros(most + 1).scatter_(0, place, tokens)[:most]

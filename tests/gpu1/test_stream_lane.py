@@ -1,0 +1,206 @@
+"""Overlap on one GPU: transfers on a stream of their own change no answer, and compute hides them.
+
+Nothing is sent anywhere: between one rank and itself the collectives are copies, and the link is emulated.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from configs import PLAIN_MOE
+from torch import Tensor, nn
+
+from hocket.dist import collectives
+from hocket.dist.mesh import Mesh
+from hocket.layers.mlp import GatedMLP
+from hocket.moe.base import TokenLayout
+from hocket.moe.factory import MoEFactory
+from hocket.moe.layer import MoELayer
+from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.allgather_reducescatter import AllGatherReduceScatterTransport
+from hocket.moe.transport.base import Transport
+from hocket.moe.transport.link_emulator import LinkEmulator
+from hocket.moe.transport.link_kernels import DeviceClock
+from hocket.moe.transport.local import LocalTransport
+from hocket.moe.transport.torch_a2a import TorchTransport
+from hocket.overlap.executor import EXECUTORS, UBatchExecutor
+from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST
+from hocket.trace import spans
+from hocket.trace.spans import Stage
+
+GPU = torch.device("cuda", 0)
+NUM_LAYERS = 4
+LINK_US = 1000.0
+SPLIT_EVENLY = {2: (0.5, 0.5), 3: (0.2, 0.5, 0.3)}
+Parts = tuple[Any, ...]
+
+
+class Stack(nn.Module):
+    """Sparse layers with a few products in place of attention. After each layer it writes NaN into whatever memory is
+    free: a tensor that was given back before its transfer was over shows it."""
+
+    def __init__(self, hidden: int, width: int, dtype: torch.dtype, num_products: int) -> None:
+        super().__init__()
+        config = replace(PLAIN_MOE, intermediate_size=width)
+        factory = MoEFactory(
+            Mesh(rank=0, world_size=1, device=GPU), ExpertPlacement(config.num_experts, 1), "local", "auto"
+        )
+        self.layers = nn.ModuleList()
+        for _ in range(NUM_LAYERS):
+            shared = GatedMLP(hidden, 64, device=GPU, dtype=dtype)
+            self.layers.append(factory.build(config, hidden, "silu", shared, GPU, dtype))
+        self.product = nn.Parameter(torch.empty(hidden, hidden, device=GPU, dtype=dtype))
+        self.num_products = num_products
+        torch.manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=hidden**-0.5)
+        self.spoils = True
+
+    def use(self, transport: Transport) -> None:
+        for layer in self.layers:
+            assert isinstance(layer, MoELayer)
+            layer.transport = transport
+
+    def forward(self, inputs: Any, kv_cache: list[Tensor]) -> Tensor:
+        x = inputs.x
+        for layer in self.layers:
+            spans.begin(Stage.QKV)
+            h = x
+            for _ in range(self.num_products):
+                h = nn.functional.rms_norm(h, h.shape[1:]) @ self.product
+            x = x + layer(nn.functional.rms_norm(h, h.shape[1:]), inputs.layout)
+            if self.spoils:
+                for rows in (len(x), 2 * len(x), 4 * len(x)):
+                    x.new_full((rows, x.shape[1]), torch.nan)
+        return x
+
+
+def parts_of(x: Tensor, n: int) -> Parts:
+    """x [T, D] whole for n = 1, else in n parts."""
+    sizes = [len(x)] if n == 1 else [int(len(x) * share) for share in SPLIT_EVENLY[n]]
+    assert sum(sizes) == len(x)
+    return tuple(SimpleNamespace(x=p, layout=TokenLayout.of(len(p), len(p), len(p), GPU)) for p in x.split(sizes))
+
+
+def run(executor: UBatchExecutor, parts: Parts) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat(executor.run(parts, [], "prefill"))
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Collectives between one rank and itself: copies, after as many µs as the function given says."""
+    clock, delay_us = DeviceClock(GPU), 0.0
+
+    def copy(output: Tensor, input: Tensor, *_: Any) -> None:
+        if delay_us:
+            clock.begin()
+            clock.wait_since(delay_us * 1e-6)
+        output.copy_(input)
+
+    def delay(us: float) -> None:
+        nonlocal delay_us
+        delay_us = us
+
+    for name in ("all_to_all", "all_gather", "reduce_scatter_sum"):
+        monkeypatch.setattr(collectives, name, copy)
+    return delay
+
+
+def transport_of(name: str) -> Transport:
+    placement = ExpertPlacement(PLAIN_MOE.num_experts, 1)
+    if name == "local":
+        return LocalTransport(placement)
+    kind = TorchTransport if name == "torch" else AllGatherReduceScatterTransport
+    return kind(placement, 0, None, GPU)
+
+
+@pytest.fixture(scope="module")
+def small() -> Stack:
+    return Stack(256, 64, torch.float32, 2)
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("name", ["local", "torch", "allgather_reducescatter"])
+@pytest.mark.parametrize("link_us", [None, 100.0])
+def test_split_steps_give_what_whole_ones_do(
+    small: Stack, copies: Callable[[float], None], name: str, kind: str, link_us: float | None
+) -> None:
+    """Often, with transfers that take longer than the compute beside them and in which copies come late."""
+    x = torch.randn(600, 256, device=GPU)
+    small.use(transport_of("local"))
+    whole = UBatchExecutor(small, kind, 1, 10.0, GPU)  # type: ignore[arg-type]
+    expected = run(whole, parts_of(x, 1))
+    assert expected.isfinite().all()
+    transport = transport_of(name)
+    small.use(transport if link_us is None else LinkEmulator(transport, link_us, 1e9, GPU))
+    copies(150.0)
+    for n in (2, 3):
+        split = UBatchExecutor(small, kind, n, 30.0, GPU)  # type: ignore[arg-type]
+        assert set(split.schedules.values()) == {HAND_OVER_FIRST if name == "torch" else LAUNCH_FIRST}
+        for _ in range(10):
+            torch.testing.assert_close(run(split, parts_of(x, n)), expected, atol=2e-3, rtol=2e-3)
+        split.close()
+
+
+def median_us(executor: UBatchExecutor, parts: Parts) -> float:
+    """Of one step on the GPU, from its first kernel to its last."""
+    run(executor, parts)
+    found = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        run(executor, parts)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(found)
+
+
+def test_the_clock_waits_as_long_as_it_says() -> None:
+    clock = DeviceClock(GPU)
+    for seconds in (1e-3, 20e-3, 5e-3):  # the same kept kernel with other numbers
+        for _ in range(2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            clock.begin()
+            clock.wait_since(seconds)
+            end.record()
+            end.synchronize()
+        assert seconds <= begin.elapsed_time(end) * 1e-3 <= seconds + 1e-3
+
+
+@pytest.fixture(scope="module")
+def large() -> Stack:
+    made = Stack(4096, 2048, torch.bfloat16, 4)
+    made.spoils = False
+    return made
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+@pytest.mark.parametrize("name", ["local", "torch"])
+def test_compute_hides_transfers(large: Stack, name: str, kind: str) -> None:
+    """At least 70 % of them, where each stage of compute takes longer than a transfer; without a split none."""
+    x = torch.randn(16384, 4096, device=GPU, dtype=torch.bfloat16)
+    times = {}
+    for link_us in (0.0, LINK_US):
+        large.use(LinkEmulator(transport_of(name), link_us, 1e9, GPU))
+        for n in (1, 2):
+            executor = UBatchExecutor(large, kind, n, 30.0, GPU)  # type: ignore[arg-type]
+            times[n, link_us] = median_us(executor, parts_of(x, n))
+            executor.close()
+    exposed = {n: times[n, LINK_US] - times[n, 0.0] for n in (1, 2)}
+    on_link = {n: NUM_LAYERS * 2 * n * LINK_US for n in (1, 2)}
+    print(f"\n{name}, {kind}: " + ", ".join(f"{n} × {us:.0f} µs: {t:.0f} µs" for (n, us), t in times.items()))
+    print(f"exposed of {on_link[2]:.0f} µs: {exposed[2]:.0f}; without a split of {on_link[1]:.0f}: {exposed[1]:.0f}")
+    assert times[2, 0.0] > on_link[2], "compute cannot hide so much"
+    assert exposed[1] >= 0.95 * on_link[1]
+    assert exposed[2] <= 0.3 * on_link[2]
+    assert times[2, LINK_US] < times[1, LINK_US]
