@@ -1,5 +1,5 @@
 """What a configuration would do, as plain values, each told by the part that would do it. Starts no rank, loads no
-weights and asks no GPU anything."""
+weights and starts no CUDA."""
 
 from __future__ import annotations
 
