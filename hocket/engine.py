@@ -65,7 +65,7 @@ class Engine:
             prefill_interval=limits.prefill_interval,
         )
         self.stats = StepStats()
-        self.log = StepLog(mesh.rank, config.overlap)
+        self.log = StepLog(mesh.rank, config.overlap, self.scheduler.counters)
         self._digest = config.digest
         self._token_cost = TokenCost.of(config.model)
         self._step = 0
@@ -258,6 +258,7 @@ class Engine:
                 self.stats.count_finished(request.finish_reason)
         self.stats.prompt_tokens += batch.num_prefill_tokens
         self.stats.generated_tokens += len(outputs)
+        self.log.count_tokens(batch.num_prefill_tokens, len(outputs))
         return outputs
 
     def close(self) -> None:

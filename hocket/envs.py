@@ -38,6 +38,11 @@ class Variable:
 LOG_LEVEL = Variable(
     name="HOCKET_LOG_LEVEL", default="WARNING", meaning="what front and ranks log to standard error: DEBUG to ERROR"
 )
+LOG_INTERVAL = Variable(
+    name="HOCKET_LOG_INTERVAL",
+    default="10",
+    meaning="seconds between a working rank's lines about its requests, tokens and overlap (log level INFO); 0: none",
+)
 FORCE_SPLIT = Variable(
     name="HOCKET_FORCE_SPLIT",
     default="0",

@@ -85,12 +85,12 @@ def plant_in(engine: Engine, module: Any, place: str) -> None:
 
 
 def plant_skip(engine: Engine, sparse: MoELayer) -> None:
-    forward = sparse.forward
+    summands = sparse.summands
 
     def maybe_skip(x: Any, layout: Any) -> Any:
-        return x if planted(engine, "layer") == "skip" else forward(x, layout)
+        return (x, None) if planted(engine, "layer") == "skip" else summands(x, layout)
 
-    sparse.forward = maybe_skip  # type: ignore[method-assign]
+    sparse.summands = maybe_skip  # type: ignore[method-assign]
 
 
 def planted_transfers(engine: Engine, make: Callable[..., Transfer[Any]], kind: str) -> Callable[..., Transfer[Any]]:

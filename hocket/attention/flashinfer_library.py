@@ -96,15 +96,21 @@ def unusable(heads: HeadShapes, dtype: torch.dtype, device: torch.device) -> str
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return f"it needs compute capability {MIN_CAPABILITY} or newer, the GPU has {capability}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it has no kernels for {str(dtype).removeprefix('torch.')}, only for bfloat16 and float16"
-    if heads.unsupported is not None:
-        return f"it has no kernels for {heads.unsupported}"
+    why = without_kernels(heads, dtype)
+    if why is not None:
+        return why
     try:
         importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
         return f"flashinfer cannot be imported ({error}): {INSTALL}"
     return None
+
+
+def without_kernels(heads: HeadShapes, dtype: torch.dtype) -> str | None:
+    """Why FlashInfer cannot run such heads on any GPU; None: it can on some."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it has no kernels for {str(dtype).removeprefix('torch.')}, only for bfloat16 and float16"
+    return None if heads.unsupported is None else f"it has no kernels for {heads.unsupported}"
 
 
 def compile_kernels(

@@ -43,8 +43,8 @@ def model_folder(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def resolve(options: Options) -> EngineConfig:
-    """The configuration that `options` ask for.
+def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
+    """The configuration that `options` ask for. gpus: of the host that it is for; None: of this one.
 
     Raises:
         ConfigError: options contradict each other or the model; the message names field, value and what is allowed.
@@ -54,7 +54,7 @@ def resolve(options: Options) -> EngineConfig:
     folder = model_folder(options.model)
     model = ModelConfig.from_pretrained(folder)
     _refuse_unsupported(options)
-    device = _device(options)
+    device = _device(options, num_gpus() if gpus is None else gpus)
     parallel = _parallel(options, model.moe.top_k)
     scheduler = _scheduler(options, model)
     attention, experts = _backends(options, model, parallel.all2all_backend, device)
@@ -95,9 +95,9 @@ def _block_size(model: ModelConfig, device: str) -> int:
     return LATENT_GPU_BLOCK if model.mla is not None and device != "cpu" else DEFAULT_BLOCK
 
 
-def _device(options: Options) -> str:
-    """The device, with enough of them for the ranks of this host, and nothing asked of it that it cannot do yet."""
-    found = num_gpus()
+def _device(options: Options, found: int) -> str:
+    """The device, with enough of the `found` GPUs for the ranks of the host, and nothing asked of it that it cannot do
+    yet."""
     device = options.device
     if device == "auto":
         device = "cuda" if found else "cpu"

@@ -20,10 +20,18 @@ Group = dist.ProcessGroup
 """A process group; None, where it is allowed, stands for all ranks."""
 
 
+class Mirror:
+    """In place of a group: `size` ranks that all do as this one does, so that what it sends to rank i is what comes from
+    there. Nothing is started: for looking at what would be sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 def all_to_all(
     output: Tensor,
     input: Tensor,
-    group: Group | None,
+    group: Group | Mirror | None,
     output_splits: Sequence[int] | None = None,
     input_splits: Sequence[int] | None = None,
 ) -> None:
@@ -32,15 +40,19 @@ def all_to_all(
     Both contiguous, of one dtype and equal trailing shape. Splits count rows per rank and may be zero; without them
     the parts are equal.
     """
+    if isinstance(group, Mirror):
+        output.copy_(input)
+        return
     out_list = None if output_splits is None else list(output_splits)
     in_list = None if input_splits is None else list(input_splits)
     dist.all_to_all_single(output, input, out_list, in_list, group=group)
 
 
-def all_gather(output: Tensor, input: Tensor, group: Group | None) -> None:
+def all_gather(output: Tensor, input: Tensor, group: Group | Mirror | None) -> None:
     """Fill `output` [n · P, ...] with the `input` [P, ...] of all n ranks in rank order."""
     if input.device.type == "cpu":
-        all_to_all(output, torch.cat([input] * dist.get_world_size(group)), group)
+        size = group.size if isinstance(group, Mirror) else dist.get_world_size(group)
+        all_to_all(output, torch.cat([input] * size), group)
         return
     _renamed("all_gather_single", "all_gather_into_tensor")(output, input, group=group)
 

@@ -42,32 +42,24 @@ def choice(config: EngineConfig, gpu_free_bytes: int | None) -> dict[str, Any]:
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     kernels = kernels_for(config.deterministic, device)
     attention = chosen_name(config.attention_backend, config.model, dtype, device)
-    experts, model = _built(config, kernels)
-    weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    model, _ = fake_model(config, device, kernels, config.moe_backend)
+    weights_bytes = bytes_of(model)
     num_local = config.parallel.data_parallel_size if gpu_free_bytes is None else 1
     free_bytes = available_bytes(torch.device("cpu")) if gpu_free_bytes is None else gpu_free_bytes
-    block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
-    problems, blocks = [], 0
-    try:
-        left = free_bytes - weights_bytes * num_local
-        if left <= 0:
-            each = free_bytes // num_local
-            raise CapacityError(f"a rank's weights need {weights_bytes:,} bytes, and {each:,} are free for each rank")
-        blocks = num_cache_blocks(config, block_bytes, left, num_local)
-    except CapacityError as error:
-        problems.append(str(error))
+    blocks, problem = room(config, weights_bytes, free_bytes, num_local)
+    problems = [] if problem is None else [problem]
     try:
         _check_files(config, model)
     except CheckpointError as error:
         problems.append(str(error))
     return {
         "attention": attention,
-        "experts": experts,
+        "experts": experts_names(model),
         "kernels": kernels.name,
         "weights_bytes": weights_bytes,
         "free_bytes": free_bytes // num_local,
         "cache_blocks": blocks,
-        "cache_bytes": blocks * block_bytes,
+        "cache_bytes": blocks * bytes_per_block(config.model, dtype, config.cache.block_size),
         "problems": problems,
     }
 
@@ -79,15 +71,44 @@ def _check_files(config: EngineConfig, model: CausalLM) -> None:
             match(list(model.weight_specs()), checkpoint, config.model)
 
 
-def _built(config: EngineConfig, kernels: Kernels) -> tuple[str, CausalLM]:
-    """The experts backend that the engine takes, and rank 0's model, which cannot attend: compiling would take long."""
-    num_ranks, device = config.parallel.expert_parallel_size, torch.device(config.device)
+def room(config: EngineConfig, weights_bytes: int, free_bytes: int, num_local_ranks: int) -> tuple[int, str | None]:
+    """(KV-cache blocks of a rank, why there are none): of `free_bytes` that so many ranks share, weights included."""
+    block_bytes = bytes_per_block(config.model, getattr(torch, config.dtype), config.cache.block_size)
+    try:
+        left = free_bytes - weights_bytes * num_local_ranks
+        if left <= 0:
+            each = free_bytes // num_local_ranks
+            raise CapacityError(f"a rank's weights need {weights_bytes:,} bytes, and {each:,} are free for each rank")
+        return num_cache_blocks(config, block_bytes, left, num_local_ranks), None
+    except CapacityError as error:
+        return 0, str(error)
+
+
+def fake_model(
+    config: EngineConfig,
+    device: torch.device,
+    kernels: Kernels,
+    experts_backend: str,
+    mode: FakeTensorMode | None = None,
+) -> tuple[CausalLM, MoEFactory]:
+    """Rank 0's model on `device` of fake tensors, of the `mode` if one is given, with what built its sparse layers.
+    It cannot attend: compiling would take long."""
+    num_ranks = config.parallel.expert_parallel_size
     group = Group(HashStore(), 0, num_ranks) if num_ranks > 1 else None  # nothing is sent through it
     mesh = Mesh(rank=0, world_size=num_ranks, device=device, ep_group=group)
     strategy = config.parallel.expert_placement_strategy
     placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, strategy)
     backends, dtype = Backends(kernels=kernels), getattr(torch, config.dtype)
-    with FakeTensorMode():
-        factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
-        model = build_model(config.model, factory, device, dtype, backends)
-    return ", ".join(experts.name for experts in experts_classes(model)), model
+    with mode or FakeTensorMode():
+        factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, experts_backend)
+        return build_model(config.model, factory, device, dtype, backends), factory
+
+
+def bytes_of(model: CausalLM) -> int:
+    """Bytes of its weights and of what lies beside them."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def experts_names(model: CausalLM) -> str:
+    """The experts backends that its layers have."""
+    return ", ".join(experts.name for experts in experts_classes(model))

@@ -44,6 +44,13 @@ def driver_version() -> str | None:
     return lines[0].strip() if lines else None
 
 
+def gpu_free_bytes() -> int | None:
+    """Free memory of the fullest GPU, None where there is none or it does not say. Starts no CUDA."""
+    lines = _nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    mebibytes = [int(line) for line in lines if line.strip().isdecimal()]
+    return min(mebibytes) << 20 if mebibytes else None
+
+
 def links_between_gpus() -> dict[str, dict[str, str]]:
     """What joins two GPUs, by their UUIDs, as `nvidia-smi topo -m` names it ("NV18": 18 NVLinks; "PIX", "PXB", "PHB",
     "NODE", "SYS": PCIe, ever farther). Empty where it cannot be told."""

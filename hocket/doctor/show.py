@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -11,19 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 MAX_WIDTH = 100
-_GIB = 1 << 30
+GIB = 1 << 30
 Row = tuple[str, str]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print `report`, what `examine` gives."""
-    _print_rows(console, "Software", _software(report))
-    _print_rows(console, "Hardware", _hardware(report))
-    _print_rows(console, "Links", _links(report["links"]))
+    print_rows(console, "Software", _software(report))
+    print_rows(console, "Hardware", _hardware(report))
+    print_rows(console, "Links", _links(report["links"]))
     if report["backends"]:
         _print_backends(console, report["backends"])
     if report["config"] is not None:
-        _print_rows(console, "What would run", _choice(report["config"], report["choice"]))
+        print_rows(console, "What would run", _choice(report["config"], report["choice"]))
     for problem in report["problems"]:
         console.print(Text(f"✗ {problem}", style="red"))
     if not report["problems"]:
@@ -37,7 +37,8 @@ def console(*, file: Any = None) -> Console:
     return found
 
 
-def _print_rows(console: Console, title: str, rows: Iterator[Row]) -> None:
+def print_rows(console: Console, title: str, rows: Iterable[Row]) -> None:
+    """A titled section of named lines."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(width=10, style="cyan")
     table.add_column(overflow="fold")
@@ -76,11 +77,11 @@ def _software(report: dict[str, Any]) -> Iterator[Row]:
 def _hardware(report: dict[str, Any]) -> Iterator[Row]:
     cpu, memory = report["cpu"], report["memory_bytes"]
     yield "cpu", f"{cpu['threads']} threads of {cpu['name']}"
-    yield "memory", "unknown" if memory is None else f"{memory / _GIB:.1f} GiB free for this process and what it starts"
+    yield "memory", "unknown" if memory is None else f"{memory / GIB:.1f} GiB free for this process and what it starts"
     for number, gpu in enumerate(report["gpus"]):
         yield (
             f"gpu {number}",
-            f"{gpu['name']}, {gpu['memory_bytes'] / _GIB:.0f} GiB ({gpu['free_bytes'] / _GIB:.0f} free), "
+            f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB ({gpu['free_bytes'] / GIB:.0f} free), "
             f"{gpu['num_sms']} SMs, compute capability {gpu['compute_capability']}",
         )
     if not report["gpus"]:
@@ -148,15 +149,20 @@ def _choice(config: dict[str, Any], choice: dict[str, Any] | None) -> Iterator[R
     if choice is None or "experts" not in choice:
         return
     yield "backends", f"attention {choice['attention']}, experts {choice['experts']}, kernels {choice['kernels']}"
-    yield "weights", f"{choice['weights_bytes'] / _GIB:.2f} GiB a rank, of {choice['free_bytes'] / _GIB:.2f} GiB free"
+    yield "weights", f"{choice['weights_bytes'] / GIB:.2f} GiB a rank, of {choice['free_bytes'] / GIB:.2f} GiB free"
     if choice["cache_blocks"] == 0:
         yield "KV cache", "no room for one request"
         return
-    tokens = choice["cache_blocks"] * config["block_size"]
-    full = tokens // config["max_model_len"]
     less = ", less a step's own memory" if config["device"] == "cuda" else ""
-    yield (
-        "KV cache",
-        f"{choice['cache_bytes'] / _GIB:.2f} GiB a rank{less}: {choice['cache_blocks']:,} blocks, {tokens:,} tokens, "
-        f"{full} requests of {config['max_model_len']:,} tokens (at most {config['max_num_seqs']} run at once)",
+    yield "KV cache", cache_text(choice, config, less)
+
+
+def cache_text(found: dict[str, Any], limits: dict[str, Any], less: str) -> str:
+    """found: {cache_blocks, cache_bytes} of a rank. limits: {block_size, max_model_len, max_num_seqs}. less: what goes
+    off."""
+    tokens = found["cache_blocks"] * limits["block_size"]
+    full = tokens // limits["max_model_len"]
+    return (
+        f"{found['cache_bytes'] / GIB:.2f} GiB a rank{less}: {found['cache_blocks']:,} blocks, {tokens:,} tokens, "
+        f"{full} requests of {limits['max_model_len']:,} tokens (at most {limits['max_num_seqs']} run at once)"
     )

@@ -32,15 +32,21 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, block: tuple[in
         return f"fp8 kernels need an NVIDIA GPU, this is a {device.type}"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"fp8 kernels are for compute capability 9.0, {torch.cuda.get_device_name(device)} has another"
-    if block != (BLOCK, BLOCK):
-        return f"fp8 kernels take blocks of {BLOCK} x {BLOCK}, not of {block[0]} x {block[1]}"
-    if dtype != torch.bfloat16:
-        return f"fp8 kernels give bfloat16, the model is in {dtype}"
+    why = without_kernels(dtype, block)
+    if why is not None:
+        return why
     try:
         importlib.import_module("deep_gemm")
     except Exception as error:  # it loads native code and looks for a compiler: many kinds of errors
         return f"deep_gemm cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
     return None
+
+
+def without_kernels(dtype: torch.dtype, block: tuple[int, int]) -> str | None:
+    """Why products cannot run in fp8 on any device, or None where they can on some."""
+    if block != (BLOCK, BLOCK):
+        return f"fp8 kernels take blocks of {BLOCK} x {BLOCK}, not of {block[0]} x {block[1]}"
+    return None if dtype == torch.bfloat16 else f"fp8 kernels give bfloat16, the model is in {dtype}"
 
 
 def empty_row_scales(num_rows: int, width: int, device: torch.device) -> Tensor:

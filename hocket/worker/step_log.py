@@ -6,30 +6,43 @@ Knows nothing of how steps run. With the log level off a step costs a comparison
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 from hocket.config.engine import OverlapConfig
+from hocket.envs import LOG_INTERVAL
 from hocket.overlap.vote import Reason, StepPlan
+from hocket.scheduler.scheduler import SchedulerCounters
 from hocket.worker.stats import StepRecord, StepStats, add, list_reasons, overlap_line
 
 logger = logging.getLogger(__name__)
-INTERVAL_S = 10.0
 WARN_AFTER_STEPS = 1000
 """So many steps that could have been split, and none was: worth a warning."""
 
 
 class StepLog:
-    """DEBUG: a line per step. INFO: a line per interval while there is work, and at the end of a run.
+    """DEBUG: a line per step. INFO: a line per HOCKET_LOG_INTERVAL while there is work. The end of a run says what is
+    left at once, unless a line came less than an interval ago: then the next one, or the engine's end, says it too.
 
     WARNING, from rank 0 only since all decide alike: overlap is on, and no step of a kind was split in the first
     WARN_AFTER_STEPS of that kind, or none at all until the engine ended.
+
+    counters: of this rank's scheduler, as they are now. Raises ConfigError for an interval that is no number.
     """
 
-    def __init__(self, rank: int, overlap: OverlapConfig) -> None:
-        self._interval: StepStats | None = None
-        self._say_at = 0.0
+    def __init__(self, rank: int, overlap: OverlapConfig, counters: Callable[[], SchedulerCounters]) -> None:
+        self._interval_s = LOG_INTERVAL.get_int(0)
+        self._interval = Interval()
+        self._counters = counters
+        self._due_at = self._due_at_end = -math.inf
         self._watch = VainWatch(overlap) if rank == 0 and overlap.num_ubatches > 1 else None
+
+    def count_tokens(self, prompt: int, generated: int) -> None:
+        """Of the step that `step` is about to be told of."""
+        self._interval.stats.prompt_tokens += prompt
+        self._interval.stats.generated_tokens += generated
 
     def step(self, record: StepRecord, *, ends_run: bool) -> None:
         """One step has ended; `ends_run`: no rank has any request left."""
@@ -41,19 +54,69 @@ class StepLog:
     def _say(self, record: StepRecord, ends_run: bool) -> None:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", step_line(record))
+        if not self._interval_s:
+            return
         now = time.monotonic()
-        if self._interval is None:
-            self._interval, self._say_at = StepStats(), now + INTERVAL_S
-        self._interval.count_step(record)
-        if ends_run or now >= self._say_at:
-            if self._interval.forwards:
-                logger.info("%s", overlap_line(self._interval.snapshot()["overlap"]))
-            self._interval = None
+        if not self._interval.stats.steps:
+            self._due_at = now + self._interval_s
+        self._interval.step(record, self._counters())
+        if now >= (self._due_at_end if ends_run else self._due_at):
+            self._end_interval()
+
+    def _end_interval(self) -> None:
+        """Say what it was, if anything, and begin another."""
+        if self._interval.stats.forwards:
+            logger.info("%s", interval_line(self._interval))
+            self._due_at_end = time.monotonic() + self._interval_s
+        self._interval = Interval(self._interval.last)
 
     def close(self) -> None:
         """The engine ends."""
+        self._end_interval()
         if self._watch is not None:
             self._watch.close()
+
+
+class Interval:
+    """Some steps: their counters, and the most that the scheduler had at once at the end of one. before: its counters
+    when they began."""
+
+    def __init__(self, before: SchedulerCounters | None = None) -> None:
+        self.stats = StepStats()
+        self.before = self.last = before
+        self.busy_s = 0.0
+        self.num_running = self.num_waiting = 0
+        self.kv_usage = 0.0
+
+    def step(self, record: StepRecord, now: SchedulerCounters) -> None:
+        """One more, after which the scheduler's counters are `now`."""
+        self.stats.count_step(record)
+        self.busy_s += sum(record.us.values()) / 1e6
+        self.num_running = max(self.num_running, now.num_running)
+        self.num_waiting = max(self.num_waiting, now.num_waiting)
+        self.kv_usage = max(self.kv_usage, now.kv_usage)
+        self.last = now
+
+    def gained(self, name: str) -> int:
+        """By how much a total of the scheduler has grown."""
+        return int(getattr(self.last, name, 0)) - int(getattr(self.before, name, 0))
+
+
+def interval_line(interval: Interval) -> str:
+    """`up to 8 requests running, 2 waiting; 512 prompt + 88 generated tokens/s; KV cache up to 12.3%; prefix hits 45.0%
+    of 900 tokens; overlap: …`. Rates are over the time in steps; prefix hits are of the tokens that were looked up."""
+    stats, busy_s = interval.stats, interval.busy_s or math.inf
+    queries, preempted = interval.gained("num_prefix_queries"), interval.gained("num_preemptions")
+    hits = f"{interval.gained('num_prefix_hits') / queries:.1%} of {queries:,} tokens" if queries else "none looked up"
+    parts = [
+        f"up to {interval.num_running} requests running, {interval.num_waiting} waiting",
+        f"{stats.prompt_tokens / busy_s:,.0f} prompt + {stats.generated_tokens / busy_s:,.0f} generated tokens/s",
+        f"KV cache up to {interval.kv_usage:.1%}",
+        f"prefix hits {hits}",
+        *[f"{preempted} preemptions"] * (preempted > 0),
+        overlap_line(stats.snapshot()["overlap"]),
+    ]
+    return "; ".join(parts)
 
 
 class VainWatch:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 # Higher layers may import lower ones, never the other way round. A module belongs to the longest matching prefix.
 LAYERS = [
     ("hocket.cli",),
+    ("hocket.explain",),
     ("hocket.doctor",),
     ("hocket.bench",),
     ("hocket.llm",),
@@ -62,6 +63,7 @@ TORCH_FREE = [
     "hocket.cli",
     "hocket.bench",
     "hocket.doctor",
+    "hocket.explain",
     "hocket.dist",
     "hocket.ubatch",
     "hocket.overlap",
@@ -80,6 +82,9 @@ WITH_TORCH = [
     "hocket.doctor.links",
     "hocket.doctor.peers",
     "hocket.doctor.survey",
+    "hocket.explain.describe",
+    "hocket.explain.memory",
+    "hocket.explain.messages",
     "hocket.overlap.views",
     "hocket.overlap.executor",
     "hocket.overlap.thread_state",

@@ -120,8 +120,38 @@ def test_the_log_and_the_report_say_the_same(checkpoints: Checkpoints) -> None:
         }
         assert rank["overlap"]["ubatch_tokens"] == dict(sizes[i])
         assert reasons_of(rank)["split"] >= 6
-        assert len(re.findall(rf"hocket rank {i}: INFO: overlap: split \d+/\d+ steps .* ms/step", err)) >= 1
+        assert len(re.findall(rf"hocket rank {i}: INFO: .*; overlap: split \d+/\d+ steps .* ms/step", err)) >= 1
     assert "WARNING" not in err
+
+
+def test_a_line_per_interval_while_there_is_work() -> None:
+    """Over a link so slow that a run lasts several intervals of a second. All lines of a rank together are its
+    counters: no step is left out, none is said twice."""
+    slow = ("--emulate-link-gb-per-s", "1", "--emulate-link-latency-us", "20000")
+    prompt = "It is a truth universally acknowledged, that a single man in possession of a good fortune must be"
+    prompts = [part for _ in range(4) for part in ("--prompt", prompt)]
+    thresholds = ("--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2")
+    asked = (*prompts, *thresholds, *slow, "--max-tokens", "16", "--ignore-eos", "--json")
+    out, err = command(*asked, level="INFO", HOCKET_LOG_INTERVAL="1")
+    for i, rank in enumerate(json.loads(out)["ranks"]):
+        lines = [line for line in err.splitlines() if line.startswith(f"hocket rank {i}: INFO: up to ")]
+        form = (
+            r"up to (\d+) requests running, \d+ waiting; (\d+) prompt \+ (\d+) generated tokens/s; "
+            r"KV cache up to [\d.]+%; prefix hits (?:([\d.]+)% of (\d+) tokens|none looked up); "
+            r"overlap: split (\d+)/\d+ steps(?: \(.*\))?, exposed comm ([\d.]+) of ([\d.]+) ms/step$"
+        )
+        found = [match.groups() for line in lines if (match := re.search(form, line))]
+        assert len(found) == len(lines) >= 3, lines
+        assert sum(int(split) for *_, split, _, _ in found) == rank["overlap"]["split"] >= 16
+        first, later = found[0], found[1]
+        assert first[0] == later[0] == "2"
+        assert int(first[1]) > 0
+        assert (later[1], later[4]) == ("0", None), "no prompt was computed or looked up any more"
+        assert int(later[2]) > 0
+        assert float(first[3]) > 0, "the second prompt is the first one again"
+        for *_, exposed, total in found[:2]:
+            assert 0 < float(exposed) <= float(total)
+            assert float(total) > 10 * 20, "ten transfers a step at 20 ms, for each ubatch"
 
 
 def test_the_plain_text_says_it_and_a_vain_overlap_is_warned_of_once() -> None:

@@ -6,15 +6,21 @@ import logging
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hocket.config.engine import OverlapConfig
+from hocket.envs import LOG_INTERVAL
+from hocket.errors import ConfigError
 from hocket.overlap.vote import NUM_ROWS, Reason, Row, StepPlan, decide
+from hocket.scheduler.scheduler import SchedulerCounters
 from hocket.worker import step_log
 from hocket.worker.stats import StepRecord, StepStats, overlap_line
-from hocket.worker.step_log import INTERVAL_S, WARN_AFTER_STEPS, StepLog, step_line
+from hocket.worker.step_log import WARN_AFTER_STEPS, StepLog, step_line
 
+INTERVAL_S = LOG_INTERVAL.get_int(0)
+NOTHING: dict[str, Any] = dict.fromkeys(SchedulerCounters.__slots__, 0)
 TWO = OverlapConfig(num_ubatches=2, decode_token_threshold=4, prefill_token_threshold=8)
 
 
@@ -59,35 +65,109 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 )
 def test_a_line_per_step(record: StepRecord, line: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, step_log.logger.name):
-        StepLog(1, TWO).step(record, ends_run=False)
+        StepLog(1, TWO, lambda: SchedulerCounters(**NOTHING)).step(record, ends_run=False)
     assert caplog.messages == [line]
 
 
-def test_a_line_per_interval_and_at_the_end_of_a_run(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
-    log = StepLog(0, TWO)
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said since the last call."""
+    found = list(caplog.messages)
+    caplog.clear()
+    return found
+
+
+def test_a_line_per_interval(caplog: pytest.LogCaptureFixture, clock: list[float]) -> None:
+    """Tokens by the time in steps, the most requests and blocks at once, totals by how much they grew."""
+    found = [
+        SchedulerCounters(**{**NOTHING, "num_running": 3, "num_waiting": 2, "kv_usage": 0.25}),
+        SchedulerCounters(**{**NOTHING, "num_running": 5, "num_prefix_queries": 80, "num_prefix_hits": 20}),
+        SchedulerCounters(**{**NOTHING, "num_running": 4, "num_prefix_queries": 80, "num_prefix_hits": 20}),
+        SchedulerCounters(**{**NOTHING, "num_prefix_queries": 90, "num_prefix_hits": 25, "num_preemptions": 2}),
+        SchedulerCounters(**{**NOTHING, "num_prefix_queries": 90, "num_prefix_hits": 25, "num_preemptions": 2}),
+    ]
+    left = iter(found)
+    log = StepLog(0, TWO, lambda: next(left))
     split, small = record_of(plan_of(8, 8), 8), record_of(plan_of(2, 8), 2)
     with caplog.at_level(logging.INFO, step_log.logger.name):
-        for record in (split, small, small, split):
+        for record in (split, small):
+            log.count_tokens(30, 4)
             log.step(record, ends_run=False)
-        assert not caplog.messages
-        clock[0] += INTERVAL_S
+        clock[0] += INTERVAL_S - 0.1
+        assert not lines_of(caplog)
+        clock[0] += 0.1
         log.step(record_of(plan_of(8, 8, refusal=Reason.PREFIX_HAZARD), 8), ends_run=False)
-        for record in (split, record_of(plan_of(0, 0), 0, "idle")):
-            log.step(record, ends_run=record is not split)
-        log.step(record_of(plan_of(0, 0), 0, "idle"), ends_run=True)  # nothing ran: nothing to say
-    assert caplog.messages == [
-        "overlap: split 2/5 steps (below_threshold 2, prefix_hazard 1), exposed comm 0.50 of 2.00 ms/step",
-        "overlap: split 1/2 steps (no_work 1), exposed comm 0.50 of 2.00 ms/step",
+        # Steps of 5 µs each.
+        assert lines_of(caplog) == [
+            "up to 5 requests running, 2 waiting; 4,000,000 prompt + 533,333 generated tokens/s; KV cache up to 25.0%; "
+            "prefix hits 25.0% of 80 tokens; "
+            "overlap: split 1/3 steps (below_threshold 1, prefix_hazard 1), exposed comm 0.50 of 2.00 ms/step"
+        ]
+        log.count_tokens(0, 1)
+        for _ in range(2):
+            log.step(split, ends_run=False)
+        log.close()
+    assert lines_of(caplog) == [
+        "up to 0 requests running, 0 waiting; 0 prompt + 100,000 generated tokens/s; KV cache up to 0.0%; "
+        "prefix hits 50.0% of 10 tokens; 2 preemptions; "
+        "overlap: split 2/2 steps, exposed comm 0.50 of 2.00 ms/step"
     ]
+
+
+def test_the_end_of_a_run_is_said_but_not_of_each_in_a_row(
+    caplog: pytest.LogCaptureFixture, clock: list[float]
+) -> None:
+    """Many short runs have one line per interval; whatever was not said comes with the next one or at the end."""
+    log = StepLog(0, TWO, lambda: SchedulerCounters(**NOTHING))
+    split, idle = record_of(plan_of(8, 8), 8), record_of(plan_of(0, 0), 0, "idle")
+    with caplog.at_level(logging.INFO, step_log.logger.name):
+        log.step(split, ends_run=True)
+        assert "split 1/1" in lines_of(caplog)[0]
+        for _ in range(3):
+            log.step(split, ends_run=True)
+        log.step(idle, ends_run=True)
+        assert not lines_of(caplog)
+        clock[0] += 1000.0  # nobody asks anything
+        log.step(split, ends_run=False)
+        assert "split 4/5 steps (no_work 1)" in lines_of(caplog)[0]
+        log.step(split, ends_run=True)
+        assert not lines_of(caplog)
+        log.close()
+        assert "split 1/1" in lines_of(caplog)[0]
+        log.close()
+        for _ in range(2):  # nothing ran: nothing to say
+            clock[0] += 1000.0
+            log.step(idle, ends_run=False)
+            log.step(idle, ends_run=True)
+        log.close()
+    assert not lines_of(caplog)
+
+
+def test_the_interval_is_the_users(
+    caplog: pytest.LogCaptureFixture, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(seconds: str) -> int:
+        monkeypatch.setenv(LOG_INTERVAL.name, seconds)
+        log = StepLog(0, TWO, lambda: SchedulerCounters(**NOTHING))
+        with caplog.at_level(logging.INFO, step_log.logger.name):
+            for _ in range(13):
+                log.step(record_of(plan_of(8, 8), 8), ends_run=False)
+                clock[0] += 1.0
+            log.close()
+        return len(lines_of(caplog))
+
+    assert (lines("5"), lines("2"), lines("0")) == (3, 5, 0)
+    with pytest.raises(ConfigError, match=r"HOCKET_LOG_INTERVAL: '1\.5' is not allowed"):
+        lines("1.5")
 
 
 def test_nothing_is_built_while_the_level_is_off(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("step_line", "overlap_line", "StepStats"):
+    log = StepLog(0, TWO, lambda: pytest.fail("the scheduler was asked"))
+    for name in ("step_line", "overlap_line", "interval_line", "Interval"):
         monkeypatch.setattr(step_log, name, None)  # calling it would raise
     with caplog.at_level(logging.WARNING, step_log.logger.name):
-        StepLog(0, TWO).step(record_of(plan_of(8, 8), 8), ends_run=True)
+        log.step(record_of(plan_of(8, 8), 8), ends_run=True)
     assert not caplog.messages
 
 
@@ -96,7 +176,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_overlap_in_vain_is_said_once_per_kind_of_step(caplog: pytest.LogCaptureFixture) -> None:
-    log = StepLog(0, TWO)
+    log = StepLog(0, TWO, lambda: SchedulerCounters(**NOTHING))
     decode, idle = record_of(plan_of(3, 8), 3), record_of(plan_of(0, 0), 0, "idle")
     for _ in range(WARN_AFTER_STEPS - 1):
         log.step(decode, ends_run=False)
@@ -140,7 +220,7 @@ def test_decodes_that_replay_graphs_are_no_mistake(caplog: pytest.LogCaptureFixt
 def test_no_split_at_all_is_said_at_the_end(
     caplog: pytest.LogCaptureFixture, rank: int, overlap: OverlapConfig, tokens: tuple[int, int], said: bool
 ) -> None:
-    log = StepLog(rank, overlap)
+    log = StepLog(rank, overlap, lambda: SchedulerCounters(**NOTHING))
     for _ in range(3):
         log.step(record_of(plan_of(*tokens), tokens[0]), ends_run=False)
     log.close()

@@ -1,0 +1,75 @@
+"""What a sparse layer sends for each token, asked of the transports themselves: one rank runs them among ranks that do
+as it does (`Mirror`), on tokens that choose their experts at random. Knows no engine and starts none.
+
+Legend: T tokens, D hidden, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hocket.config.backends import EP_TRANSPORTS
+from hocket.config.engine import EngineConfig
+from hocket.dist.collectives import Group, Mirror
+from hocket.moe.base import TokenLayout
+from hocket.moe.placement import ExpertPlacement
+from hocket.moe.router import Router
+from hocket.moe.transport.registry import build_transport
+
+SAMPLE_TOKENS = 256
+"""As many choose experts where it depends on them how often a token travels. The mean is then within 2 to 3 %."""
+_WIDTH = 64
+"""Of the random vectors that the router sees: what it chooses does not depend on it."""
+
+
+def messages(config: EngineConfig) -> list[dict[str, Any]]:
+    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes} of each transport between so many ranks: what a
+    rank sends to others for one of its tokens in one sparse layer, and what it keeps of what came for one (what the
+    others dispatched to it per token of theirs). Empty for one rank, whose tokens do not move.
+    """
+    parallel = config.parallel
+    num_ranks = parallel.expert_parallel_size
+    if num_ranks == 1:
+        return []
+    placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, parallel.expert_placement_strategy)
+    return [
+        {"name": name, "is_chosen": name == parallel.all2all_backend, **_sent(name, config, placement)}
+        for name in EP_TRANSPORTS
+    ]
+
+
+def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[str, float]:
+    """Bytes per token of rank 0, by the transport `name`."""
+    cpu = torch.device("cpu")
+    group = cast(Group, Mirror(placement.num_ranks))
+    transport = build_transport(name, placement, rank=0, group=group, device=cpu)
+    num_tokens = 1 if transport.requires_padding else SAMPLE_TOKENS  # of fixed shapes each token costs the same
+    ids, weights = _choices(config, num_tokens)
+    hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
+    x = torch.zeros(num_tokens, hidden_size, dtype=dtype)
+    dispatch = transport.prepare(x, ids, weights, TokenLayout.of(num_tokens, num_tokens, num_tokens, cpu))
+    dispatch.send()
+    came = dispatch.result()
+    # A combine may be of another format off the host: `meta` stands for any other device, where nothing can be sent.
+    where = cpu if config.device == "cpu" else torch.device("meta")
+    combine = transport.finalize(torch.zeros(len(came.x), hidden_size, dtype=dtype, device=where), came.handle)
+    if where == cpu:
+        combine.send()
+    return {
+        "dispatch_bytes": dispatch.num_bytes() / num_tokens,
+        "combine_bytes": combine.num_bytes() / num_tokens,
+        "received_bytes": came.x.untyped_storage().nbytes() / num_tokens,
+    }
+
+
+def _choices(config: EngineConfig, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """(expert ids, weights) of tokens by the model's own rule, where every expert is as likely as any other."""
+    moe = config.model.moe
+    generator = torch.Generator().manual_seed(0)
+    router = Router(moe, _WIDTH)
+    router.weight.copy_(torch.randn(moe.num_experts, _WIDTH, generator=generator))
+    weights, ids = router(torch.randn(num_tokens, _WIDTH, generator=generator))
+    return ids, weights
