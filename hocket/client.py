@@ -8,9 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from hocket.channel.messages import Abort, AddRequests, GetStats, RankMessage, Stats, StepFailed, StepOutputs
+from hocket.channel.messages import (
+    Abort,
+    AddRequests,
+    GetStates,
+    GetStats,
+    RankMessage,
+    RecordStates,
+    States,
+    Stats,
+    StepFailed,
+    StepOutputs,
+    ToRank,
+)
 from hocket.config.engine import EngineConfig
 from hocket.dist.launcher import RankGroup
 from hocket.errors import ConfigError, RankLost, UBatchFailed
@@ -18,6 +30,7 @@ from hocket.outputs import RequestOutput
 from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 
+Answer = TypeVar("Answer", Stats, States)
 _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
@@ -165,14 +178,28 @@ class EngineClient:
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
-        self.group.broadcast(GetStats(reset=reset))
-        found: dict[int, dict[str, Any]] = {}
+        found = self._ask(GetStats(reset=reset), Stats, "its counters")
+        return [one.stats for one in found]
+
+    def record_states(self, forced: dict[str, list[int]]) -> None:
+        """Have every rank keep the hidden states of what it computes from now on; `forced`: tokens by engine request,
+        given to it instead of those that are sampled."""
+        self.group.broadcast(RecordStates(forced=forced))
+
+    def states(self, layer: int) -> list[States]:
+        """What every rank kept of a layer, by rank; call it while nothing is being generated."""
+        return self._ask(GetStates(layer=layer), States, f"the states of layer {layer}")
+
+    def _ask(self, question: ToRank, kind: type[Answer], what: str) -> list[Answer]:
+        """Every rank's answer, by rank."""
+        self.group.broadcast(question)
+        found: dict[int, Answer] = {}
         deadline = time.monotonic() + self.config.step_timeout_s + _SILENCE_GRACE_S
         while len(found) < self.group.world_size:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)
-                raise RankLost(f"rank {missing} did not report its counters")
+                raise RankLost(f"rank {missing} did not report {what}")
             messages = self.group.receive(0.1)
-            found |= {m.rank: m.stats for m in messages if isinstance(m, Stats)}
+            found |= {m.rank: m for m in messages if isinstance(m, kind)}
             self._process(messages)
         return [found[rank] for rank in self.group.ranks]

@@ -24,11 +24,13 @@ from hocket.channel.messages import (
     CountKernels,
     Failed,
     FrontMessage,
+    GetStates,
     GetStats,
     Hello,
     NeedWake,
     Progress,
     Ready,
+    RecordStates,
     Shutdown,
     Stats,
     StepFailed,
@@ -166,6 +168,10 @@ class RankProcess:
             self._kernels = KernelCount(message.phase, message.num_tokens)
         elif isinstance(message, TimeReplays):
             self._asked_replays, self._replay_us = message, None
+        elif isinstance(message, RecordStates):
+            self.engine.runner.record_states(message.forced)
+        elif isinstance(message, GetStates):
+            self.channel.send(self.engine.runner.states_of(message.layer))
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

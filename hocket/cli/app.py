@@ -13,11 +13,12 @@ from hocket.cli.doctor import doctor
 from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
+from hocket.cli.verify import verify
 from hocket.envs import set_up_logging
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 the run failed (or a benchmark's answers differ); 2 wrong usage or configuration, or a "
+    "Exit codes: 0 done; 1 the run failed (or answers differ); 2 wrong usage or configuration, or a "
     f"backend that cannot run here; {INTERRUPTED} interrupted. Errors are one line on standard error."
 )
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(explain)
 app.command()(doctor)
+app.command()(verify)
 app.add_typer(bench_app, name="bench")
 
 

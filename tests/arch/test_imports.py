@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 # Higher layers may import lower ones, never the other way round. A module belongs to the longest matching prefix.
 LAYERS = [
     ("hocket.cli",),
-    ("hocket.doctor",),
+    ("hocket.doctor", "hocket.verify"),
     ("hocket.bench",),
     ("hocket.llm",),
     ("hocket.client", "hocket.rank"),
@@ -62,6 +62,7 @@ TORCH_FREE = [
     "hocket.cli",
     "hocket.bench",
     "hocket.doctor",
+    "hocket.verify",
     "hocket.dist",
     "hocket.ubatch",
     "hocket.overlap",
