@@ -41,8 +41,9 @@ def verify(
     lowered for that. A kind of step that was never split is a failure of its own: equal answers would prove nothing.
 
     What counts as the same: tokens are equal, and so are log-probabilities within --tolerance (float32: 1e-4, float16:
-    0.1, bfloat16: 0.5). Where both runs find two tokens equally likely within --tie-tolerance (as large), either one
-    is right; what follows it in that request is not compared. With --deterministic nothing may differ, to the last bit.
+    0.1, bfloat16: 0.5). Where both runs find two tokens equally likely within --tie-tolerance (twice --tolerance, as
+    each of them may move so far), either one is right; what follows it in that request is not compared. With
+    --deterministic nothing may differ, to the last bit.
 
     --bisect runs each configuration once more, over the first one's tokens, and names the first layer, and the ubatch,
     whose hidden states differ (float32: by over 1e-4 of their length; float16: 0.02 and bfloat16: 0.1, in over 2 % of

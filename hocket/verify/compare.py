@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from hocket.errors import ConfigError
 
 TOLERANCES = {
-    "float32": (1e-4, 1e-4, 1e-4, 0.0),
-    "float16": (0.1, 0.1, 0.02, 0.02),
-    "bfloat16": (0.5, 0.5, 0.1, 0.02),
+    "float32": (1e-4, 1e-4, 0.0),
+    "float16": (0.1, 0.02, 0.02),
+    "bfloat16": (0.5, 0.1, 0.02),
 }
-"""By dtype, in the order of the fields of Rules. Sums in another order (other rows in a product, other ranks first)
+"""By dtype: `logprob`, `state` and `stray` of Rules. Sums in another order (other rows in a product, other ranks first)
 change the last bits of a number, layers carry that on, and where two experts are about equally good for a token it may
 get the other one: in half precision some tokens always do."""
 
@@ -36,19 +36,19 @@ class Rules:
 
     @classmethod
     def of(cls, dtype: str, *, exact: bool, logprob: float | None = None, tie: float | None = None) -> Rules:
-        """Those of a dtype, or as given. Raises ConfigError where tolerances are given beside `exact`."""
+        """Those of a dtype, or as given; `tie` is twice `logprob` by default, as each of two tokens may move so far.
+
+        Raises:
+            ConfigError: tolerances are given beside `exact`.
+        """
         given = {"tolerance": logprob, "tie_tolerance": tie}
         for name, value in given.items():
             if value is not None and exact:
                 raise ConfigError(name, value, "not to give it", where="with deterministic, which allows no difference")
-        usual = (0.0, 0.0, 0.0, 0.0) if exact else TOLERANCES[dtype]
-        return cls(
-            logprob=usual[0] if logprob is None else logprob,
-            tie=usual[1] if tie is None else tie,
-            state=usual[2],
-            stray=usual[3],
-            exact=exact,
-        )
+        usual, state, stray = (0.0, 0.0, 0.0) if exact else TOLERANCES[dtype]
+        logprob = usual if logprob is None else logprob
+        tie = 2 * logprob if tie is None else tie
+        return cls(logprob=logprob, tie=tie, state=state, stray=stray, exact=exact)
 
 
 @dataclass(frozen=True)

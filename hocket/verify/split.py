@@ -69,5 +69,6 @@ def not_exercised(splits: Splits, *, longest_prompt: int, step_tokens: int) -> l
     """What the prompts never led to: kinds of steps, and prompts computed in several steps."""
     missing = [f"{phase} steps" for phase in PHASES if not splits.steps.get(phase)]
     if longest_prompt <= step_tokens:
-        missing.append(f"chunked prefill (the longest prompt has {longest_prompt} tokens, a step {step_tokens})")
+        sizes = f"the longest prompt has {longest_prompt} tokens, a step {step_tokens}"
+        missing.append(f"chunked prefill ({sizes}: see --max-num-batched-tokens)")
     return missing
