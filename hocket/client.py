@@ -14,10 +14,13 @@ from hocket.channel.messages import (
     Abort,
     AddRequests,
     GetSpans,
+    GetStates,
     GetStats,
     RankMessage,
+    RecordStates,
     RecordSteps,
     Spans,
+    States,
     Stats,
     StepFailed,
     StepOutputs,
@@ -31,7 +34,7 @@ from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
 
-Answer = TypeVar("Answer", Stats, Spans)
+Answer = TypeVar("Answer", Stats, Spans, States)
 _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
@@ -188,6 +191,15 @@ class EngineClient:
     def recorded_steps(self) -> list[list[Step]]:
         """What every rank has recorded, by rank; call it while nothing is being generated. Recording ends."""
         return [message.steps for message in self._ask(GetSpans(), Spans, "what it recorded")]
+
+    def record_states(self, forced: dict[str, list[int]]) -> None:
+        """Have every rank keep the hidden states of what it computes from now on; `forced`: tokens by engine request,
+        given to it instead of those that are sampled."""
+        self.group.broadcast(RecordStates(forced=forced))
+
+    def states(self, layer: int) -> list[States]:
+        """What every rank kept of a layer, by rank; call it while nothing is being generated."""
+        return self._ask(GetStates(layer=layer), States, f"the states of layer {layer}")
 
     def _ask(self, question: ToRank, kind: type[Answer], what: str) -> list[Answer]:
         """Every rank's answer, by rank. Raises RankLost where one does not answer."""

@@ -25,11 +25,13 @@ from hocket.channel.messages import (
     Failed,
     FrontMessage,
     GetSpans,
+    GetStates,
     GetStats,
     Hello,
     NeedWake,
     Progress,
     Ready,
+    RecordStates,
     RecordSteps,
     Shutdown,
     Spans,
@@ -175,6 +177,10 @@ class RankProcess:
         elif isinstance(message, GetSpans):
             recorder, self.engine.runner.executor.recorder = self.engine.runner.executor.recorder, None
             self.channel.send(Spans(rank=self.rank, steps=[] if recorder is None else recorder.finished))
+        elif isinstance(message, RecordStates):
+            self.engine.runner.record_states(message.forced)
+        elif isinstance(message, GetStates):
+            self.channel.send(self.engine.runner.states_of(message.layer))
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early

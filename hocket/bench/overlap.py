@@ -49,7 +49,7 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
     takes about as long as compute does: bytes sent per step over compute time per step, both measured without a link.
     """
     check_output(output)
-    _check_ranks(options)
+    check_ranks(options, "in hocket bench overlap")
     off = _off(options, work)
     on = replace(off, ubatch_size=options.ubatch_size, enable_dbo=options.enable_dbo or options.ubatch_size < 2)
     config = resolve(on)
@@ -92,9 +92,8 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
     return report
 
 
-def _check_ranks(options: Options) -> None:
-    """Refuse, in the user's own terms, what has no communication that could overlap."""
-    where = "in hocket bench overlap"
+def check_ranks(options: Options, where: str) -> None:
+    """Refuse, in the user's own terms, what has no communication that could overlap. `where`: for whom."""
     if options.data_parallel_size < 2:
         raise ConfigError("data_parallel_size", options.data_parallel_size, "at least 2", where=where)
     if not options.enable_expert_parallel:
@@ -111,11 +110,14 @@ def _off(options: Options, work: Workload) -> Options:
         max_num_seqs=options.max_num_seqs or min(work.prompt_len, work.prompts_per_rank + WARM_UP_PROMPTS),
         skip_tokenizer_init=True,
     )
-    if resolve(off).overlap.num_ubatches > 1:
-        raise ConfigError(
-            FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset", where="where overlap must be off for half of the runs"
-        )
+    refuse_forced_split(off, "where overlap must be off for half of the runs")
     return off
+
+
+def refuse_forced_split(off: Options, where: str) -> None:
+    """Raise ConfigError if steps would be split with these options, which say that overlap is off."""
+    if resolve(off).overlap.num_ubatches > 1:
+        raise ConfigError(FORCE_SPLIT.name, FORCE_SPLIT.get(), "unset", where=where)
 
 
 @contextmanager

@@ -32,13 +32,19 @@ class Workload:
             draw = random.Random(seed)
             ids = [[draw.randrange(vocab_size) for _ in range(self.input_len)] for _ in range(self.num_prompts)]
             return [{"prompt_token_ids": row} for row in ids]
-        try:
-            lines = [line for line in Path(self.prompts_file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise ConfigError("prompts_file", self.prompts_file, f"a readable text file ({error})") from None
-        if not lines:
-            raise ConfigError("prompts_file", self.prompts_file, "at least one line that is not empty")
+        lines = prompt_lines(self.prompts_file)
         return [lines[i % len(lines)] for i in range(self.num_prompts)]
+
+
+def prompt_lines(path: str) -> list[str]:
+    """The lines of a text file that are not empty. Raises ConfigError where there are none."""
+    try:
+        lines = [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("prompts_file", path, f"a readable text file ({error})") from None
+    if not lines:
+        raise ConfigError("prompts_file", path, "at least one line that is not empty")
+    return lines
 
 
 def run(options: Options, work: Workload, *, repeats: int, output: str | None) -> dict[str, Any]:

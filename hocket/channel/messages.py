@@ -78,6 +78,19 @@ class GetSpans(ToRank):
     """Ask for a Spans message, and record no more."""
 
 
+class RecordStates(ToRank):
+    """From now on keep the hidden states of every layer; requests get the tokens `forced` says, by request, instead of
+    those that are sampled for them."""
+
+    forced: dict[str, list[int]]
+
+
+class GetStates(ToRank):
+    """Ask for the States of a layer."""
+
+    layer: int
+
+
 class Shutdown(ToRank):
     """End the process."""
 
@@ -140,6 +153,26 @@ class Spans(FromRank):
     steps: list[Step]
 
 
+class StateRow(msgspec.Struct, array_like=True, frozen=True):
+    """A token that went through the model: its request, its position, and in which part of which step (from 0)."""
+
+    request_id: str
+    position: int
+    step: int
+    phase: str
+    ubatch: int
+    num_ubatches: int
+
+
+class States(FromRank):
+    """A layer's hidden states. values: fp32 [2, rows, hidden_size], what attention gave and what the layer gave."""
+
+    layer: int
+    rows: list[StateRow]
+    hidden_size: int
+    values: bytes
+
+
 class Failed(FromRank):
     """This rank ends. `kind` is the error's class name, `message` one line for the user."""
 
@@ -148,9 +181,20 @@ class Failed(FromRank):
     details: str
 
 
-RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | Failed
+RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | States | Failed
 FrontMessage = (
-    Configure | AddRequests | Abort | Wake | GetStats | CountKernels | TimeReplays | RecordSteps | GetSpans | Shutdown
+    Configure
+    | AddRequests
+    | Abort
+    | Wake
+    | GetStats
+    | CountKernels
+    | TimeReplays
+    | RecordSteps
+    | GetSpans
+    | RecordStates
+    | GetStates
+    | Shutdown
 )
 
 _encoder = msgspec.msgpack.Encoder()

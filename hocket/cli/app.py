@@ -14,11 +14,12 @@ from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
 from hocket.cli.trace import trace
+from hocket.cli.verify import verify
 from hocket.envs import set_up_logging
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 the run failed (or a benchmark's answers differ); 2 wrong usage or configuration, or a "
+    "Exit codes: 0 done; 1 the run failed (or answers differ); 2 wrong usage or configuration, or a "
     f"backend that cannot run here; {INTERRUPTED} interrupted. Errors are one line on standard error."
 )
 
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command()(explain)
 app.command()(doctor)
 app.command()(trace)
+app.command()(verify)
 app.add_typer(bench_app, name="bench")
 
 

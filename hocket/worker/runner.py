@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
+from hocket.channel.messages import States
 from hocket.config.engine import EngineConfig
 from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
+from hocket.errors import HocketError
 from hocket.host import sent
 from hocket.models.backends import backends_for, check_batch_invariance
 from hocket.models.base import CausalLM, UBatchInputs
@@ -35,6 +37,7 @@ from hocket.worker.memory import available_bytes, num_cache_blocks
 from hocket.worker.profile import step_bytes
 from hocket.worker.prompt_logprobs import PromptLogprobs
 from hocket.worker.sampler import Sampler, needs_history
+from hocket.worker.state_record import StateRecord
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
@@ -82,6 +85,7 @@ class Runner:
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
+        self._states: StateRecord | None = None
         self._last_ids: Tensor | None = None
         self.graphs = DecodeGraphs()
         if config.async_scheduling or self.graph_sizes:
@@ -195,6 +199,8 @@ class Runner:
         """fp32 logits [N, V] of the rows that are sampled from, in batch order, and of the rows whose prompt
         log-probabilities are asked for (None: none are).
         """
+        if self._states is not None:
+            self._states.begin_step(batch, ubatches)
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
@@ -224,6 +230,8 @@ class Runner:
         self.waits_for_device = True
         token_ids = step.ids.wait()
         self.waits_for_device = False
+        if self._states is not None:
+            token_ids = self._states.forced(step.rows, token_ids)
         sampled = self.sampler.finish(step.logits, token_ids, [row.request for row in step.rows])
         ids, logprobs = iter(sampled.token_ids), iter(sampled.logprobs)
         requests = step.batch.requests
@@ -232,6 +240,16 @@ class Runner:
             logprobs=[next(logprobs) if s.needs_sample else None for s in requests],
             prompt_logprobs=self._prompt_logprobs.collect(step.batch, step.prompt_logits),
         )
+
+    def record_states(self, forced: Mapping[str, list[int]]) -> None:
+        """Keep hidden states from now on (of steps that are no graph's), and give requests the tokens of `forced`."""
+        self._states = StateRecord(self.model, forced)
+
+    def states_of(self, layer: int) -> States:
+        """What is kept of a layer. Raises HocketError where nothing is."""
+        if self._states is None:
+            raise HocketError("the states of a layer were asked for, and none are kept")
+        return self._states.layer(layer, self.mesh.rank)
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""

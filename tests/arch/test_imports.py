@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 LAYERS = [
     ("hocket.cli",),
     ("hocket.explain",),
-    ("hocket.doctor",),
+    ("hocket.doctor", "hocket.verify"),
     ("hocket.bench",),
     ("hocket.llm",),
     ("hocket.client", "hocket.rank"),
@@ -64,6 +64,7 @@ TORCH_FREE = [
     "hocket.bench",
     "hocket.doctor",
     "hocket.explain",
+    "hocket.verify",
     "hocket.dist",
     "hocket.ubatch",
     "hocket.overlap",
