@@ -199,7 +199,7 @@ def test_overlap_in_vain_is_said_once_per_kind_of_step(caplog: pytest.LogCapture
 
 
 def test_decodes_that_replay_graphs_are_no_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    log = StepLog(0, TWO)
+    log = StepLog(0, TWO, lambda: SchedulerCounters(**NOTHING))
     whole = replace(plan_of(8, 8), reason=Reason.NO_SPLIT_GRAPH, bounds=(8,))
     for _ in range(WARN_AFTER_STEPS):
         log.step(record_of(whole, 8), ends_run=False)

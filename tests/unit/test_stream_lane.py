@@ -24,7 +24,7 @@ from hocket.moe.transport import allgather_reducescatter, torch_a2a
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST, Launch
-from hocket.trace.spans import COMM, Recorder, Span, Stage
+from hocket.trace.spans import COMM, Recorder, Span, Stage, Step
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import Transfer
 
@@ -61,6 +61,17 @@ class NothingNew(TorchDispatchMode):
 
 def memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
+
+
+class Watching(Recorder):
+    """Every step's spans of compute are launches."""
+
+    def __init__(self, cuda: FakeStreams) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def begin(self, phase: str, num_ubatches: int, num_tokens: int) -> Step:
+        return Step(phase, num_ubatches, num_tokens, spans=Launches(self._cuda))
 
 
 class Watched(Transport):
@@ -123,7 +134,7 @@ class Case:
         for layer in bench.layers:
             monkeypatch.setattr(layer, "transport", self.transport)
         self.executor = UBatchExecutor(bench.model, kind, num_ubatches, 10.0, GPU)
-        self.executor.recorder = Recorder(Launches(self.cuda))  # type: ignore[arg-type]
+        self.executor.recorder = Watching(self.cuda)
         self.num_ubatches = num_ubatches
 
     def _collective(self, output: Tensor, input: Tensor, *_: Any) -> None:
