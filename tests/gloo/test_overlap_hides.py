@@ -34,6 +34,7 @@ from hocket.overlap.views import split_inputs
 from hocket.trace.figures import step_figures
 from hocket.trace.spans import Recorder
 
+pytestmark = pytest.mark.alone
 CPU = torch.device("cpu")
 NUM_LAYERS, NUM_TOKENS, HIDDEN, STAGE_S = 8, 64, 256, 0.020
 REPEATS = 5

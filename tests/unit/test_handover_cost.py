@@ -12,6 +12,7 @@ from hocket.config.backends import EXECUTORS
 from hocket.overlap.thread_state import make_baton
 from hocket.ubatch.baton import Baton
 
+pytestmark = pytest.mark.alone
 LIMITS_US = {"greenlet": 1.0, "thread": 50.0}
 ROUNDS, RUNS = 5_000, 12
 
