@@ -192,11 +192,10 @@ def one_plan_for_all(engine: Engine) -> None:
     kept: list[Any] = []
 
     def replace_plan(_layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, residual, rotation, plan, *rest = args
-        assert isinstance(plan, Plan)
+        [at] = [i for i, arg in enumerate(args) if isinstance(arg, Plan)]
         if not ubatch_idx():
-            kept[:] = [plan]
-        return x, residual, rotation, kept[0], *rest
+            kept[:] = [args[at]]
+        return *args[:at], kept[0], *args[at + 1 :]
 
     for layer in engine.runner.model.layers:
         layer.register_forward_pre_hook(replace_plan)
