@@ -6,7 +6,6 @@ sampling and whatever the host does are in it.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from hocket.bench.cells import PHASES, Cell, sweep_of
 from hocket.bench.floor import Rates, floor_of, step_parts
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, link_of, provenance, runs_in_fp8, spread, strategy_of
+from hocket.bench.requests import generate_random
 from hocket.bench.shapes import changed
 from hocket.bench.table import table_of
 from hocket.channel.messages import CountKernels, TimeReplays
@@ -26,7 +26,6 @@ from hocket.config.resolve import resolve
 from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.overlap.vote import GraphReason
-from hocket.request import SamplingParams
 
 BATCHED_TOKENS = 4096
 REPLAYS = 100
@@ -111,13 +110,9 @@ def _seed_of(cell: Cell, sweep: Sweep, repeat: int) -> int:
 
 
 def _generate(llm: LLM, cell: Cell, seed: int) -> None:
-    """Prompts are drawn so that with one seed the shorter ones, and fewer, begin the longer ones."""
-    num_ranks = llm.config.parallel.data_parallel_size
-    total, ids = cell.num_requests * num_ranks, range(llm.config.model.vocab_size)
-    draws = [random.Random(f"{seed}/{i}").choices(ids, k=cell.prompt_len) for i in range(total)]
-    prompts = [{"prompt_token_ids": token_ids} for token_ids in draws]
-    params = SamplingParams(temperature=0.0, max_tokens=cell.output_len, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, params, use_tqdm=False, data_parallel_rank=[i % num_ranks for i in range(total)])
+    generate_random(
+        llm, requests_per_rank=cell.num_requests, prompt_len=cell.prompt_len, max_tokens=cell.output_len, seed=seed
+    )
 
 
 def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.bench.report import link_of, provenance, strategy_of
+from hocket.bench.requests import generate_random
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -82,18 +82,14 @@ def _engine_options(options: Options, work: Workload) -> Options:
 
 def _generate(llm: LLM, work: Workload, *, seed: int, num_steps: int) -> None:
     """So that there are `num_steps` steps of the phase, and no more decodes than that needs."""
-    num_ranks = llm.config.parallel.data_parallel_size
     is_prefill = work.phase == "prefill"
     max_tokens = 1 if is_prefill else num_steps + 1
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     if work.prompts:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         llm.generate(list(work.prompts), params, use_tqdm=False)
         return
-    total = num_ranks * (num_steps if is_prefill else work.requests_per_rank)
-    ids = range(llm.config.model.vocab_size)
-    draws = [random.Random(f"{seed}/{i}").choices(ids, k=work.length) for i in range(total)]
-    prompts = [{"prompt_token_ids": token_ids} for token_ids in draws]
-    llm.generate(prompts, params, use_tqdm=False, data_parallel_rank=[i % num_ranks for i in range(total)])
+    count = num_steps if is_prefill else work.requests_per_rank
+    generate_random(llm, requests_per_rank=count, prompt_len=work.length, max_tokens=max_tokens, seed=seed)
 
 
 def _about(options: Options, config: EngineConfig, work: Workload) -> dict[str, Any]:

@@ -29,13 +29,12 @@ def _order(config: EngineConfig, phase: str) -> dict[str, Any]:
 
 
 def _chosen(config: EngineConfig, phase: str) -> Schedule:
-    """As the executor chooses; on a CPU every lane that transfers run on has a thread of its own."""
+    """As the executor chooses, by the lane that transfers run on."""
     from hocket.moe.transport.registry import transport_class
     from hocket.ubatch.lanes import WorkerLane
     from hocket.ubatch.stream_lane import StreamLane
 
     lane = WorkerLane if config.device == "cpu" else StreamLane
-
     launch_blocks = transport_class(config.parallel.all2all_backend).launch_blocks
     return schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=lane.has_own_thread)
 
