@@ -14,11 +14,24 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class CommFigures:
-    """comm_ns: time in which a transfer was under way. hidden_ns: the part of it in which this rank computed."""
+class StepFigures:
+    """Of one rank, summed over `num_steps` steps.
+
+    comm_ns: time in which a transfer was under way; two at a time count once. hidden_ns: the part of it in which this
+    rank computed. step_ns: the model's forward pass. compute_ns: time in which a ubatch computed. hand_over_ns: from
+    the end of one ubatch's work to the start of the next one's, `num_hand_overs` times; a transfer may be under way
+    meanwhile, so part of it can be exposed communication too.
+    """
 
     comm_ns: int
     hidden_ns: int
+    num_steps: int
+    step_ns: int
+    compute_ns: int
+    hand_over_ns: int
+    num_hand_overs: int
+    bound_ns: int
+    """Σ over the steps of max(compute, communication): what they would take if the shorter lane were hidden wholly."""
 
     @property
     def exposed_ns(self) -> int:
@@ -28,24 +41,6 @@ class CommFigures:
     def hidden_share(self) -> float:
         """hidden / communication, 1 where there is none."""
         return self.hidden_ns / self.comm_ns if self.comm_ns else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures(CommFigures):
-    """Of one rank, summed over `num_steps` steps.
-
-    step_ns: the model's forward pass. compute_ns: time in which a ubatch computed. hand_over_ns: from the end of one
-    ubatch's work to the start of the next one's, `num_hand_overs` times; a transfer may be under way meanwhile, so part
-    of it can be exposed communication too.
-    """
-
-    num_steps: int
-    step_ns: int
-    compute_ns: int
-    hand_over_ns: int
-    num_hand_overs: int
-    bound_ns: int
-    """Σ over the steps of max(compute, communication): what they would take if the shorter lane were hidden wholly."""
 
     @property
     def stall_ns(self) -> int:
@@ -61,12 +56,6 @@ class StepFigures(CommFigures):
         """Mean of a step in µs, by name."""
         names = ("step", "compute", "stall", "comm", "hidden", "exposed", "hand_over", "bound")
         return {name: getattr(self, f"{name}_ns") / 1e3 / max(self.num_steps, 1) for name in names}
-
-
-def comm_figures(spans: Iterable[Span]) -> CommFigures:
-    """Of one rank's spans; the order does not matter. Time in which two transfers were under way counts once."""
-    comm, compute = lanes(spans)
-    return CommFigures(comm_ns=_length(comm), hidden_ns=_length(common(comm, compute)))
 
 
 def step_figures(steps: Sequence[Step]) -> StepFigures:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.trace.figures import comm_figures, exposed, step_figures
+from hocket.trace.figures import exposed, step_figures
 from hocket.trace.spans import COMM, COMPUTE, HandOver, Span, Stage, Step
 
 intervals = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -28,7 +28,7 @@ def moments(parts: Intervals) -> set[int]:
 @given(several, several)
 def test_hidden_and_exposed(flights: Intervals, compute: Intervals) -> None:
     spans = spans_of(flights, compute)
-    figures = comm_figures(spans)
+    figures = step_figures([Step("prefill", 1, 8, 0, 60, spans)])
     under_way, computing = moments(flights), moments(compute)
     assert figures.comm_ns == len(under_way)
     assert figures.hidden_ns == len(under_way & computing)
