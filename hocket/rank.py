@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -160,7 +159,7 @@ class RankProcess:
         elif isinstance(message, Wake):
             self._woken_wave = max(self._woken_wave, message.wave)
         elif isinstance(message, GetStats):
-            stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
+            stats = {"rank": self.rank} | self.engine.counters(is_brief=message.is_brief)
             if self._kernels is not None:
                 stats["kernels"] = self._kernels.found
             if self._replay_us is not None:

@@ -23,6 +23,7 @@ from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, Setup
+from hocket.ubatch.times import StepTimes
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -45,7 +46,7 @@ class UBatchExecutor:
         device: torch.device,
         record: Record | None = None,
     ) -> None:
-        self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
+        self.times = StepTimes()  # of the last step
         self.recorder: Recorder | None = None
         self._model = model
         self._device = device
@@ -84,9 +85,6 @@ class UBatchExecutor:
         )
         if step is not None:
             step.stop_ns = time.perf_counter_ns()
-        self.comm_ns = sum(context.comm_ns for context in contexts)
-        self.exposed_ns = sum(context.exposed_ns for context in contexts)
-        self.comm_bytes = sum(context.comm_bytes for context in contexts)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
@@ -100,8 +98,9 @@ class UBatchExecutor:
         self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None
     ) -> list[UBatchContext]:
         contexts: list[UBatchContext] = []
+        self.times = StepTimes()
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
+            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step, times=self.times))
         return contexts
 
     def _body(
@@ -121,7 +120,7 @@ class UBatchExecutor:
         """One ubatch's part of the step, in its own context."""
         track = context.track
         try:
-            track.take()
+            context.take()
             track.begin(Stage.QKV)
             hidden: Tensor = self._model(inputs, kv_cache)
         except HARD:
@@ -166,7 +165,7 @@ def _leave(context: UBatchContext) -> None:
     """Its ubatch ends: where another one is left, that one runs next."""
     following = context.baton.following(context.idx)
     if following != context.idx:
-        context.track.give(following)
+        context.give(following)
 
 
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:

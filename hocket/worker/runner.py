@@ -23,6 +23,7 @@ from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
+from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
@@ -30,6 +31,7 @@ from hocket.overlap.slices import cut_batch
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
+from hocket.worker.expert_load import ExpertLoad
 from hocket.worker.graphs import DecodeGraphs, TimeLimit
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
@@ -82,6 +84,7 @@ class Runner:
         self.executor = UBatchExecutor(
             self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
         )
+        self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
@@ -201,6 +204,7 @@ class Runner:
         """
         if self._states is not None:
             self._states.begin_step(batch, ubatches)
+        self.expert_load.begin_step(plan.step)
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
