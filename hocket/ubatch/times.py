@@ -22,6 +22,12 @@ class Traffic:
     exposed_ns: int = 0
     num_bytes: int = 0
 
+    def add(self, ns: int, exposed_ns: int, num_bytes: int) -> None:
+        """One more transfer, or more of one."""
+        self.ns += ns
+        self.exposed_ns += exposed_ns
+        self.num_bytes += num_bytes
+
 
 @dataclass(slots=True)
 class StepTimes:
@@ -50,9 +56,7 @@ class StepTimes:
     def add(self, other: StepTimes) -> None:
         """Those of one more step."""
         for mine, its in ((self.dispatch, other.dispatch), (self.combine, other.combine)):
-            mine.ns += its.ns
-            mine.exposed_ns += its.exposed_ns
-            mine.num_bytes += its.num_bytes
+            mine.add(its.ns, its.exposed_ns, its.num_bytes)
         self.hand_over_ns += other.hand_over_ns
 
     @property

@@ -83,10 +83,9 @@ class Running(Generic[T]):
         if context is not None:
             arrived_ns = self._transfer.arrived_ns
             arrived = self._last.stopped_ns if arrived_ns is None else arrived_ns()
+            exposed_ns = max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
             traffic = context.times.of(self._stage)
-            traffic.ns += arrived - self._send.started_ns
-            traffic.num_bytes += self._transfer.num_bytes()
-            traffic.exposed_ns += max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
+            traffic.add(arrived - self._send.started_ns, exposed_ns, self._transfer.num_bytes())
             if self._recorded:
                 self._record(arrived)
             context.track.begin(then)
