@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -137,6 +138,7 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
+            gc.unfreeze()
         self._kernels = self._replay_us = self._asked_replays = None
         if self._watchdog is not None:
             self._watchdog.close()
@@ -198,6 +200,8 @@ class RankProcess:
         )
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
+        gc.collect()
+        gc.freeze()  # else a full collection, in the middle of serving, looks through all of it for some 100 ms
         self._watchdog = Watchdog(self.world.record, config.step_timeout_s, partial(self._end, self._stuck))
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)

@@ -70,6 +70,12 @@ class Transport(ABC):
         """
 
 
+def most_received(num_ranks: int, num_padded_max: int) -> int:
+    """Rows that a dispatch can bring: all of all ranks. For so many there is room where the host is not told how many
+    come."""
+    return num_ranks * num_padded_max
+
+
 def check_numbers(mine: int, theirs: Iterable[Tensor]) -> None:
     """Raise StepDesync unless all that came carries the number of this rank's transfer: names the first rank whose
     does not. theirs: of each rank, in rank order, the numbers in what it sent, integers of any shape, on the host.
