@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hocket.bench.cells import PHASES, Cell, sweep_of
+from hocket.bench.attached import Attached, recording
+from hocket.bench.cells import PHASES, SPARE_STEPS, Cell, sweep_of
 from hocket.bench.floor import Rates, floor_of, step_parts
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, link_of, provenance, runs_in_fp8, spread, strategy_of
@@ -53,8 +54,11 @@ class Sweep:
     reuse_prompts: bool = False
 
 
-def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
-    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+def run(
+    options: Options, sweep: Sweep, *, output: str | None, trace: str | None = None, trace_steps: int = 1
+) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON. trace: one
+    more run of each cell, which is not measured, is recorded into files of this name."""
     check_output(output)
     batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
     cells = sweep_of(
@@ -65,6 +69,7 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
+    attached = Attached.asked(trace, trace_steps, options, [_part(cell, cells) for cell in cells])
     with changed(options, sweep.slice_of_ep, sweep.num_layers) as (shaped, slice_of):
         engine_options = _engine_options(shaped, sweep, cells, batched)
         config = resolve(engine_options)
@@ -79,6 +84,7 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
             if sweep.count_kernels:
                 kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in cells]
             replays = [_replay_us(llm, cell, _seed_of(cell, sweep, sweep.repeats + 2)) for cell in cells]
+            _trace(llm, cells, sweep, attached)
             ranks = llm.ranks
     rows = [
         {"model": options.model, "slice": slice_of and slice_of.as_row()}
@@ -147,6 +153,19 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     _generate(llm, cell, seed)
     found: dict[str, Any] | None = llm.stats()[0]["kernels"]
     return found
+
+
+def _part(cell: Cell, cells: Sequence[Cell]) -> str:
+    """What a cell's trace has in its name."""
+    return f"-{cell.phase}-{cell.num_tokens}" if len(cells) > 1 else ""
+
+
+def _trace(llm: LLM, cells: Sequence[Cell], sweep: Sweep, attached: Attached | None) -> None:
+    """By one more run of each cell, without the first steps of its kind, which are of fewer tokens or cold."""
+    for cell in cells if attached is not None else ():
+        what = f"{cell.phase} of {cell.num_tokens} tokens in bench step"
+        with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=_part(cell, cells)):
+            _generate(llm, cell, _seed_of(cell, sweep, sweep.repeats + 3))
 
 
 def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
