@@ -27,6 +27,7 @@ from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
+from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
@@ -80,7 +81,13 @@ class Runner:
         self.kv_caches = allocate_kv_caches(config.model, num_allocated, config.cache.block_size, dtype, mesh.device)
         overlap = config.overlap
         self.executor = UBatchExecutor(
-            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
+            self.model,
+            overlap.executor,
+            overlap.num_ubatches,
+            config.step_timeout_s,
+            mesh.device,
+            mesh.record,
+            budget_of(self.model, factory.transport, config, mesh.device),
         )
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
