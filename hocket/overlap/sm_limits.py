@@ -23,6 +23,8 @@ from hocket.overlap.sm_budget import UNLIMITED, Limit, SmBudget, comm_share, div
 from hocket.quant import fp8
 
 logger = logging.getLogger(__name__)
+_PAIR = 2
+"""Products that share what they load run on two multiprocessors at once."""
 
 
 def budget_of(model: nn.Module, transport: Transport, config: EngineConfig, device: torch.device) -> SmBudget:
@@ -37,7 +39,7 @@ def budget_of(model: nn.Module, transport: Transport, config: EngineConfig, devi
         return UNLIMITED
     comm = comm_share(overlap.comm_sms, transport.max_sms, config.parallel.max_nccl_ctas)
     total = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = divide(comm, total, SM_STEP if overlap.use_green_context else 1)
+    shares = divide(comm, total, SM_STEP if overlap.use_green_context else _PAIR)
     if shares is None:
         return UNLIMITED
     how = "kernels that can be told"

@@ -345,7 +345,7 @@ def test_what_a_model_does_not_have_is_left_alone(carve_out: Knob, monkeypatch: 
         (None, {"max_nccl_ctas": 4}, GPU, (4, 128)),
         (None, {"max_nccl_ctas": 64}, GPU, (20, 112)),
         (24, {"max_nccl_ctas": 4}, GPU, (20, 112)),
-        (8, {}, GPU, (8, 124)),
+        (7, {}, GPU, (7, 124)),
         (0, {}, GPU, None),
         (None, {"enable_dbo": False}, GPU, None),
         (None, {"device": "cpu"}, CPU, None),
