@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -260,6 +261,7 @@ class Runner:
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
+        shares = self.executor.budget.shares
         return {
             "num_blocks": self.num_blocks,
             "cache_bytes": self.cache_bytes,
@@ -269,6 +271,7 @@ class Runner:
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
+            "sms": shares and asdict(shares),
             "graphs": {
                 "sizes": list(self.graph_sizes),
                 "seconds": self.graphs.seconds,
