@@ -13,7 +13,7 @@ from typing import Any
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.envs import FORCE_SPLIT
+from hocket.envs import DBO_COMM_SMS, FORCE_SPLIT
 from hocket.errors import BackendUnavailable, ConfigError
 
 BECAME = {
@@ -122,6 +122,7 @@ WHY: dict[str, Why] = {
     "max_model_len": lambda options, config: "what config.json allows",
     "enable_expert_parallel": lambda options, config: "one rank has nobody to share experts with",
     "all2all_backend": _why_transport,
+    "max_nccl_ctas": lambda options, config: f"what split steps leave to transfers ({DBO_COMM_SMS.name})",
     "ubatch_size": _why_ubatches,
     "ubatch_executor": lambda options, config: "the cheaper one by hocket bench handover",
     "max_num_seqs": lambda options, config: "the default; at most max_num_batched_tokens",

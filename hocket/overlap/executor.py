@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
+from hocket.overlap.sm_budget import UNLIMITED, SmBudget
 from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
 from hocket.trace.spans import Recorder, Stage, Step, Track
 from hocket.ubatch import context as ubatch
@@ -32,8 +34,9 @@ _GRACE_S = 2.0
 class UBatchExecutor:
     """Runs a step of one or more ubatches.
 
-    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. `recorder`:
-    where the spans of the following steps go; None: nowhere. `schedules` by phase may be replaced.
+    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. budget: what
+    split steps run under. `recorder`: where the spans of the following steps go; None: nowhere. `schedules` by phase
+    may be replaced.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class UBatchExecutor:
         timeout_s: float,
         device: torch.device,
         record: Record | None = None,
+        budget: SmBudget = UNLIMITED,
     ) -> None:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
         self.recorder: Recorder | None = None
         self._model = model
         self._device = device
+        self.budget = budget
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
@@ -75,13 +80,8 @@ class UBatchExecutor:
         assert pair is not None, "more ubatches than the executor was made for"
         step = self._recorded(ubatches, phase)
         contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
-        baton, surround = pair[0], on_stream_of_caller(self._device)
-        outcomes = baton.run(
-            [
-                self._body(context, inputs, kv_cache, surround)
-                for context, inputs in zip(contexts, ubatches, strict=True)
-            ]
-        )
+        with self.budget.entered() if len(ubatches) > 1 else nullcontext():
+            outcomes = self._alternate(contexts, pair[0], ubatches, kv_cache)
         if step is not None:
             step.stop_ns = time.perf_counter_ns()
         self.comm_ns = sum(context.comm_ns for context in contexts)
@@ -89,6 +89,16 @@ class UBatchExecutor:
         self.comm_bytes = sum(context.comm_bytes for context in contexts)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
+
+    def _alternate(
+        self, contexts: list[UBatchContext], baton: Baton, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor]
+    ) -> list[Outcome]:
+        """What became of each ubatch; on the stream of the caller."""
+        surround = on_stream_of_caller(self._device)
+        bodies = (
+            self._body(context, inputs, kv_cache, surround) for context, inputs in zip(contexts, ubatches, strict=True)
+        )
+        return baton.run(list(bodies))
 
     def _recorded(self, ubatches: tuple[UBatchInputs, ...], phase: str) -> Step | None:
         """Where the spans of this step go; None: nowhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -27,6 +28,7 @@ from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
+from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
@@ -80,7 +82,13 @@ class Runner:
         self.kv_caches = allocate_kv_caches(config.model, num_allocated, config.cache.block_size, dtype, mesh.device)
         overlap = config.overlap
         self.executor = UBatchExecutor(
-            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
+            self.model,
+            overlap.executor,
+            overlap.num_ubatches,
+            config.step_timeout_s,
+            mesh.device,
+            mesh.record,
+            budget_of(self.model, factory.transport, config, mesh.device),
         )
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
@@ -253,6 +261,7 @@ class Runner:
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
+        shares = self.executor.budget.shares
         return {
             "num_blocks": self.num_blocks,
             "cache_bytes": self.cache_bytes,
@@ -262,6 +271,7 @@ class Runner:
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
+            "sms": shares and asdict(shares),
             "graphs": {
                 "sizes": list(self.graph_sizes),
                 "seconds": self.graphs.seconds,
