@@ -3,6 +3,7 @@ weights and starts no CUDA."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _shape(config: EngineConfig) -> dict[str, Any]:
             "block_size": config.cache.block_size,
         },
         "transport": parallel.all2all_backend,
-        "emulated_link": None if link is None else {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us},
+        "emulated_link": None if link is None else asdict(link),
         "num_ubatches": config.overlap.num_ubatches,
         "is_forced": config.overlap.force_split,
     }
