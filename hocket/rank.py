@@ -28,16 +28,19 @@ from hocket.channel.messages import (
     GetStates,
     GetStats,
     Hello,
+    Lanes,
     NeedWake,
     Progress,
     Ready,
     RecordStates,
     RecordSteps,
+    SetThresholds,
     Shutdown,
     Spans,
     Stats,
     StepFailed,
     StepOutputs,
+    TimeLanes,
     TimeReplays,
     Wake,
 )
@@ -52,8 +55,11 @@ from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
 from hocket.trace.spans import Recorder
 from hocket.worker.kernel_count import KernelCount
+from hocket.worker.lane_times import LaneTimes
 
 logger = logging.getLogger(__name__)
+Measure = SetThresholds | TimeReplays | TimeLanes
+"""What is done while all ranks sleep."""
 _FRONT_KEY = "front"
 _SIGN_OF_LIFE_S = 1.0
 """A stepping rank says something at least this often (long prefills have no outputs for many steps)."""
@@ -70,7 +76,7 @@ class RankProcess:
         self._watchdog: Watchdog | None = None
         self._kernels: KernelCount | None = None
         self._replay_us: float | None = None
-        self._asked_replays: TimeReplays | None = None
+        self._asked: list[Measure] = []  # for when all ranks sleep
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -81,8 +87,6 @@ class RankProcess:
     def run(self) -> None:
         """Serve until Shutdown. Raises what ends the rank."""
         while self.running:
-            if self._asked_replays is not None and self._sleeps():
-                self._time_replays(self._asked_replays)
             for message in self.channel.receive(block=self._sleeps()):
                 self._handle(message)
             if self.running and self.engine is not None and not self._sleeps():
@@ -116,14 +120,25 @@ class RankProcess:
             )
         if self.lock_step and plan.is_finished:  # the same on all ranks: all go to sleep after this step
             self._wave += 1
+            self._do_asked(engine)
             self._ask_wake(engine)
+        elif not self.lock_step and not engine.has_work:
+            self._do_asked(engine)
 
-    def _time_replays(self, asked: TimeReplays) -> None:
-        """All ranks sleep: none of them waits for another one in a step."""
-        self._asked_replays = None
-        if self.engine is not None:
-            with self._limit(self.engine.config, f"replaying the CUDA graph of {asked.size} rows"):
-                self._replay_us = self.engine.runner.graphs[asked.size].replay_us(asked.count)
+    def _do_asked(self, engine: Engine) -> None:
+        """All ranks sleep, or are about to: none of them waits for another one in a step."""
+        asked, self._asked = self._asked, []
+        for message in asked:
+            if isinstance(message, SetThresholds):
+                engine.set_thresholds(message.decode, message.prefill)
+            elif isinstance(message, TimeReplays):
+                with self._limit(engine.config, f"replaying the CUDA graph of {message.size} rows"):
+                    self._replay_us = engine.runner.graphs[message.size].replay_us(message.count)
+            else:
+                times = LaneTimes(engine.runner, message, partial(self._limit, engine.config))
+                us = times.measure()
+                self.channel.send(Lanes(rank=self.rank, us=us, bytes=times.num_bytes, captured=times.captured))
+            self.world.record.enter(RESTS)
 
     def _ask_wake(self, engine: Engine) -> None:
         if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:
@@ -138,7 +153,8 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
-        self._kernels = self._replay_us = self._asked_replays = None
+        self._kernels = self._replay_us = None
+        self._asked = []
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -170,8 +186,11 @@ class RankProcess:
                 self.engine.stats.reset()
         elif isinstance(message, CountKernels):
             self._kernels = KernelCount(message.phase, message.num_tokens)
-        elif isinstance(message, TimeReplays):
-            self._asked_replays, self._replay_us = message, None
+        elif isinstance(message, Measure):
+            self._replay_us = None
+            self._asked.append(message)
+            if self._sleeps():
+                self._do_asked(self.engine)
         elif isinstance(message, RecordSteps):
             self.engine.runner.executor.recorder = Recorder(message.phase, message.skip, message.num_steps)
         elif isinstance(message, GetSpans):

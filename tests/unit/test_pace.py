@@ -66,7 +66,7 @@ def test_a_rest_is_not_counted(clock: Clock) -> None:
     assert steps.snapshot() == {}
     clock.now = 1.5
     steps.step("prefill", (8,), 0.0)
-    assert steps.snapshot() == {"prefill": {"8": {"steps": 1, "us": 500_000.0, "comm_us": 0.0}}}
+    assert steps.snapshot() == {"prefill": {"8": {"steps": 1, "us": 500_000.0, "comm_us": 0.0, "exposed_us": 0.0}}}
 
 
 @dataclass
