@@ -89,6 +89,7 @@ WITH_TORCH = [
     "hocket.overlap.views",
     "hocket.overlap.executor",
     "hocket.overlap.thread_state",
+    "hocket.ubatch.stamps",
     "hocket.ubatch.stream_lane",
 ]
 
