@@ -12,7 +12,7 @@ from hocket.bench.report import link_of, runs_in_fp8, spread
 from hocket.bench.strategies import DUAL_BATCH, SERIAL
 from hocket.config.engine import EngineConfig
 
-LANES = ("compute", "compute_halves", "comm", "comm_halves")
+LANES = ("compute", "compute_halves", "comm", "comm_halves", "output")
 
 
 @dataclass(eq=False)
@@ -38,8 +38,10 @@ def row_of(
 
     serial_us: of the same cell without overlap, in turn with it; None: not measured. compute_us, comm_us: the same
     step's compute and communication alone, *_halves_us: both of it in ubatches; bound_us: the larger of these two,
-    which no order of two lanes can be faster than. Where lanes were not timed alone, comm_us is the time of transfers
-    in the steps themselves. exposed_comm_us: communication that nothing was computed beside, by exposed_from.
+    which no order of two lanes can be faster than. output_us: the part of compute behind the last layer, so that a few
+    layers can tell of many: layer_us and layer_bound_us, both of one layer without it. Where lanes were not timed
+    alone, comm_us is the time of transfers in the steps themselves. exposed_comm_us: communication that nothing was
+    computed beside, by exposed_from.
     """
     cell, runs = one.cell, one.runs
     floor = _floor(one, config, rank, rates)
@@ -78,6 +80,7 @@ def row_of(
         **{f"{name}_us": None for name in LANES},
         **medians,
         "bound_us": max(medians["compute_halves_us"], medians["comm_halves_us"]) if one.lanes else None,
+        **_per_layer(one, medians, config.model.num_layers),
         **_exposed(one, medians),
         "lanes": one.lanes and {"graphs": one.lanes["graphs"], "bytes": one.lanes["bytes"]},
         "floor_us": floor["us"],
@@ -97,6 +100,14 @@ def _lane_times(one: Measured) -> dict[str, list[float]]:
         return {f"{name}_us": one.lanes["us"][name] for name in LANES}
     comm = [run["comm_us"] for run in one.runs]
     return {} if None in comm else {"comm_us": comm}
+
+
+def _per_layer(one: Measured, medians: Mapping[str, float], num_layers: int) -> dict[str, float | None]:
+    if one.lanes is None:
+        return {"layer_us": None, "layer_bound_us": None}
+    output = medians["output_us"]
+    bound = max(medians["compute_halves_us"] - output, medians["comm_halves_us"])
+    return {"layer_us": (medians["step_us"] - output) / num_layers, "layer_bound_us": bound / num_layers}
 
 
 def _exposed(one: Measured, medians: Mapping[str, float]) -> dict[str, Any]:

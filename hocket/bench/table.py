@@ -137,10 +137,6 @@ def _times_bound(row: Row) -> str:
     return f"{row['step_us'] / bound:.2f}" if bound and row.get("strategy") != "serial" else ""
 
 
-def _layer_us(row: Row) -> str:
-    return f"{row['step_us'] / row['layers']:,.0f}" if row.get("bound_us") and row.get("layers") else ""
-
-
 def bytes_read(row: Row) -> str:
     """What a split step reads against an unsplit one, as a sentence; "" for other rows."""
     floor = row.get("floor") or {}
@@ -210,7 +206,8 @@ COLUMNS: dict[str, tuple[list[Column], list[Column]]] = {
             ("× serial", _times_serial),
             ("bound, ms", _figure("bound_us", 1e3, 2)),
             ("× bound", _times_bound),
-            ("µs/layer", _layer_us),
+            ("µs/layer", _figure("layer_us", 1, 0)),
+            ("bound, µs/layer", _figure("layer_bound_us", 1, 0)),
             ("compute, ms", _figure("compute_us", 1e3, 2)),
             ("in halves", _figure("compute_halves_us", 1e3, 2)),
             ("floor, ms", _figure("floor_us", 1e3, 2)),

@@ -176,8 +176,8 @@ class Spans(FromRank):
 
 
 class Lanes(FromRank):
-    """µs of each repeat by what was timed: "compute", "compute_halves", "comm", "comm_halves". bytes: what this rank
-    sends in a step, by "comm", "comm_halves". captured: whether all of it ran in CUDA graphs."""
+    """µs of each repeat by what was timed: "compute", "compute_halves", "comm", "comm_halves", "output". bytes: what
+    this rank sends in a step, by "comm", "comm_halves". captured: whether all of it ran in CUDA graphs."""
 
     us: dict[str, list[float]]
     bytes: dict[str, int]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Work = Callable[[], object]
-COMPUTE, COMM = LANES = "compute", "comm"
+COMPUTE, COMM, OUTPUT = "compute", "comm", "output"
 WHOLE, HALVES = "", "_halves"
 
 
@@ -50,7 +50,8 @@ class LaneTimes:
 
     Compute alone is the step, up to the greedy choice, over transfers that move nothing: the rows that come are those
     of a step that was run before, with transfers. Communication alone is that step's transfers of one sparse layer, as
-    often as there are such layers. In ubatches ("halves"): as many as the engine may split a step into, cut likewise.
+    often as there are such layers. The output alone is what comes behind the last layer. In ubatches ("halves"): as
+    many as the engine may split a step into, cut likewise.
 
     Decodes are captured where the engine has CUDA graphs, the compute of one ubatch after that of the other; everything
     else is launched as in a step. num_bytes: what this rank sends in a step, by "comm", "comm_halves".
@@ -68,15 +69,16 @@ class LaneTimes:
         self._parts = {WHOLE: (whole,), HALVES: split_inputs(whole, self._cut(batch))}
 
     def measure(self) -> dict[str, list[float]]:
-        """µs of a step by name ("compute", "compute_halves", "comm", "comm_halves"), one of each repeat, in turn."""
+        """µs of a step by name ("compute", "compute_halves", "comm", "comm_halves", "output"), one of each repeat, in
+        turn."""
         with transfers_kept(self._layers) as kept:
             for step, parts in self._parts.items():
                 kept.select(step, moves=True)
                 self._run(parts)
                 self.num_bytes[f"{COMM}{step}"] = kept.num_bytes * len(self._layers)
+            kinds = [*product((COMPUTE, COMM), self._parts), (OUTPUT, WHOLE)]
             works = {
-                (lane, step): self._limited(lane, partial(self._prepared, kept, lane, step))
-                for lane, step in product(LANES, self._parts)
+                (lane, step): self._limited(lane, partial(self._prepared, kept, lane, step)) for lane, step in kinds
             }
             found: dict[str, list[float]] = {f"{lane}{step}": [] for lane, step in works}
             for _ in range(self._asked.repeats):
@@ -91,6 +93,9 @@ class LaneTimes:
         work: Work = partial(self._run, self._parts[step])
         if lane == COMM:
             work = partial(kept.move, len(self._layers))
+        elif lane == OUTPUT:
+            size = self._parts[step][0].layout.num_tokens, self._model.config.hidden_size
+            work = partial(self._sample, [torch.zeros(size, dtype=self._model.dtype, device=self._device)])
         elif self.captured:
             work = self._captured_compute(kept, step)
         if not self.captured:

@@ -22,7 +22,7 @@ KEYS = {
 }
 LANE_KEYS = {
     *("serial_us", "step_us", "compute_us", "compute_halves_us", "comm_us", "comm_halves_us", "bound_us"),
-    *("exposed_comm_us", "exposed_from", "lanes", "num_ubatches"),
+    *("exposed_comm_us", "exposed_from", "lanes", "num_ubatches", "output_us", "layer_us", "layer_bound_us"),
 }
 
 
@@ -106,6 +106,10 @@ def test_strategies_beside_their_bound() -> None:
             assert row["bound_us"] == max(row["compute_halves_us"], row["comm_halves_us"])
             num_bytes = 2 * row["tokens_per_gpu"] * (out + back)
             assert row["lanes"]["bytes"] == {"comm": num_bytes, "comm_halves": num_bytes}
+            assert 0 < row["output_us"] < row["compute_us"]
+            layers = max(row["compute_halves_us"] - row["output_us"], row["comm_halves_us"])
+            assert row["layer_bound_us"] == pytest.approx(layers / 2)
+            assert row["layer_us"] == pytest.approx((row["step_us"] - row["output_us"]) / 2)
             link_us = num_bytes / 0.1 / 1e3
             assert row["comm_us"] >= link_us + 4 * 2000, "a dispatch and a combine in each of two layers"
             assert row["comm_halves_us"] >= link_us + 8 * 2000
