@@ -3,6 +3,7 @@ weights and starts no CUDA."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _shape(config: EngineConfig) -> dict[str, Any]:
         },
         "transport": parallel.all2all_backend,
         "transport_traits": _traits(config),
-        "emulated_link": None if link is None else {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us},
+        "emulated_link": None if link is None else asdict(link),
         "num_ubatches": config.overlap.num_ubatches,
         "is_forced": config.overlap.force_split,
     }

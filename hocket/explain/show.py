@@ -75,9 +75,12 @@ def _ranks(found: dict[str, Any]) -> Iterator[Row]:
         yield "", f"GPUs here: {found['gpus_here']}; told as if there were {found['assumed_gpus']}, one for each rank"
     yield "experts", f"{counts} on each of {len(by_rank)} rank{'s' * (len(by_rank) > 1)}"
     link = found["emulated_link"]
-    stretched = (
-        "" if link is None else f", stretched to {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs (emulated)"
-    )
+    stretched = ""
+    if link is not None:
+        stretched = f", stretched to {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs (emulated)"
+        if link["token_bytes"] is not None:
+            out, back = link["token_bytes"]
+            stretched += f" as if a token took {out:,.0f} bytes out and {back:,.0f} back"
     yield "transport", f"{found['transport']}{stretched}"
     yield "", traits_text(found["transport_traits"])
     for kind, one in found["backends"].items():

@@ -60,7 +60,9 @@ class Runner:
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
         link = config.parallel.emulated_link
         if link is not None:
-            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
+            factory.transport = LinkEmulator(
+                factory.transport, link.latency_us, link.gb_per_s, mesh.device, link.token_bytes
+            )
         backends = backends_for(
             config.attention_backend,
             config.deterministic,

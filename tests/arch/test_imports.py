@@ -94,6 +94,7 @@ WITH_TORCH = [
     "hocket.overlap.thread_state",
     "hocket.overlap.sm_limits",
     "hocket.overlap.green_stream",
+    "hocket.ubatch.stamps",
     "hocket.ubatch.stream_lane",
 ]
 
