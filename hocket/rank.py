@@ -51,6 +51,7 @@ from hocket.engine import Engine
 from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
 from hocket.trace.spans import Recorder
+from hocket.worker.graphs import name_of
 from hocket.worker.kernel_count import KernelCount
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,9 @@ class RankProcess:
         """All ranks sleep: none of them waits for another one in a step."""
         self._asked_replays = None
         if self.engine is not None:
-            with self._limit(self.engine.config, f"replaying the CUDA graph of {asked.size} rows"):
-                self._replay_us = self.engine.runner.graphs[asked.size].replay_us(asked.count)
+            with self._limit(self.engine.config, f"replaying the {name_of(asked.size, asked.num_ubatches)}"):
+                graph = self.engine.runner.graphs[asked.size, asked.num_ubatches]
+                self._replay_us = graph.replay_us(asked.count)
 
     def _ask_wake(self, engine: Engine) -> None:
         if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:

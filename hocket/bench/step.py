@@ -25,7 +25,7 @@ from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import HocketError
 from hocket.llm import LLM
-from hocket.overlap.vote import GraphReason
+from hocket.overlap.vote import GraphReason, Reason
 
 BATCHED_TOKENS = 4096
 REPLAYS = 100
@@ -157,8 +157,12 @@ def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
     size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
     if cell.phase != "decode" or not size:
         return None
+    llm.stats(reset=True)
     _generate(llm, cell, seed)
-    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS))
+    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
+    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
+        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
+    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:
         ranks = llm.stats()

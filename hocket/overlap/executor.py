@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hocket.attention.plan import Plan
 from hocket.config.backends import EXECUTORS as EXECUTORS
 from hocket.dist.record import Record
 from hocket.errors import UBatchFailed
@@ -16,7 +19,6 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
-from hocket.overlap.schedule import Schedule
 from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
 from hocket.trace.spans import Recorder, Stage, Step, Track
 from hocket.ubatch import context as ubatch
@@ -46,6 +48,7 @@ class UBatchExecutor:
         record: Record | None = None,
     ) -> None:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
+        self.times_transfers = device.type == "cpu"  # elsewhere they only join a queue
         self.recorder: Recorder | None = None
         self._model = model
         self._device = device
@@ -71,14 +74,12 @@ class UBatchExecutor:
             UBatchFailed: a ubatch raised in a compute stage; all collectives of the step took place nevertheless.
             BatonTimeout, RankLost, StepDesync, OverlapError: the step broke off; this rank cannot go on.
         """
-        pair = self._alternating if len(ubatches) > 1 else self._solo
-        assert pair is not None, "more ubatches than the executor was made for"
         step = self._recorded(ubatches, phase)
-        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
-        baton, surround = pair[0], on_stream_of_caller(self._device)
+        contexts, baton = self._contexts(len(ubatches), phase, step)
+        surround = on_stream_of_caller(self._device)
         outcomes = baton.run(
             [
-                self._body(context, inputs, kv_cache, surround)
+                _body(context, partial(self._run, context, inputs, kv_cache), surround)
                 for context, inputs in zip(contexts, ubatches, strict=True)
             ]
         )
@@ -90,32 +91,45 @@ class UBatchExecutor:
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
+    def run_captured(
+        self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], plans: Sequence[Plan]
+    ) -> list[Tensor]:
+        """The same of a decode whose attention is planned already, while it is captured (in the thread of the caller or
+        in those of the ubatches: a capture follows streams). No rank goes on when such a step fails, so nobody's
+        collectives are waited for.
+
+        Raises:
+            UBatchFailed: what came first of all that was raised.
+            BatonTimeout: a ubatch does not get on.
+        """
+        contexts, baton = self._contexts(len(ubatches), "decode", None)
+        surround = on_stream_of_caller(self._device)
+        failures: list[UBatchFailed] = []
+        outcomes = baton.run(
+            [
+                _body(context, partial(self._run_planned, context, inputs, kv_cache, plan, failures), surround)
+                for context, inputs, plan in zip(contexts, ubatches, plans, strict=True)
+            ]
+        )
+        if failures:
+            raise failures[0]
+        _raise_first(contexts, outcomes)
+        return [outcome.value for outcome in outcomes]
+
     def _recorded(self, ubatches: tuple[UBatchInputs, ...], phase: str) -> Step | None:
         """Where the spans of this step go; None: nowhere."""
         if self.recorder is None:
             return None
         return self.recorder.begin(phase, len(ubatches), sum(part.layout.num_tokens for part in ubatches))
 
-    def _contexts(
-        self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None
-    ) -> list[UBatchContext]:
+    def _contexts(self, count: int, phase: str, step: Step | None) -> tuple[list[UBatchContext], Baton]:
+        """A context for each ubatch of a step, and the baton that they hand over."""
+        pair = self._alternating if count > 1 else self._solo
+        assert pair is not None, "more ubatches than the executor was made for"
         contexts: list[UBatchContext] = []
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
-        return contexts
-
-    def _body(
-        self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor], surround: Setup
-    ) -> Callable[[], Tensor]:
-        def body() -> Tensor:
-            with surround():
-                ubatch.enter(context)
-                try:
-                    return self._run(context, inputs, kv_cache)
-                finally:
-                    ubatch.enter(None)
-
-        return body
+            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step))
+        return contexts, pair[0]
 
     def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
         """One ubatch's part of the step, in its own context."""
@@ -136,6 +150,41 @@ class UBatchExecutor:
             context.run_hooks()
             _leave(context)
         return hidden
+
+    def _run_planned(
+        self,
+        context: UBatchContext,
+        inputs: UBatchInputs,
+        kv_cache: list[Tensor],
+        plan: Plan,
+        failures: list[UBatchFailed],
+    ) -> Tensor:
+        """One ubatch's part of a step that is captured; what fails goes to the end of `failures`."""
+        try:
+            context.track.begin(Stage.QKV)
+            hidden: Tensor = self._model(inputs, kv_cache, plan)
+            context.run_hooks()
+        except Exception as error:
+            context.track.fail()
+            failures.append(_failed(context, error))
+            failures[-1].__cause__ = error
+            raise
+        finally:
+            _leave(context)
+        return hidden
+
+    @contextmanager
+    def patient(self, timeout_s: float) -> Iterator[None]:
+        """While this is entered, a ubatch may hold the baton so long: kernels are compiled meanwhile."""
+        if self._alternating is None:
+            yield
+            return
+        baton = self._alternating[0]
+        usual_s, baton.timeout_s = baton.timeout_s, timeout_s + _GRACE_S
+        try:
+            yield
+        finally:
+            baton.timeout_s = usual_s
 
     def _join(self, track: Track, layout: TokenLayout) -> None:
         """Take part in the collectives that are left of a step that failed here."""
@@ -162,6 +211,20 @@ class UBatchExecutor:
                 part.close()
 
 
+def _body(context: UBatchContext, work: Callable[[], Tensor], surround: Setup) -> Callable[[], Tensor]:
+    """`work` in its ubatch's context."""
+
+    def body() -> Tensor:
+        with surround():
+            ubatch.enter(context)
+            try:
+                return work()
+            finally:
+                ubatch.enter(None)
+
+    return body
+
+
 def _leave(context: UBatchContext) -> None:
     """Its ubatch ends: where another one is left, that one runs next."""
     following = context.baton.following(context.idx)
@@ -177,8 +240,14 @@ def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None
             raise error  # the latter: Ctrl-C and the like
     for context, outcome in zip(contexts, outcomes, strict=True):
         if outcome.error is not None:
-            assert context.track.failed is not None
-            where = FailedStage(context.idx, *context.track.failed)
-            failed = UBatchFailed(f"{where}: {type(outcome.error).__name__}: {outcome.error}")
-            failed.code = where.code
-            raise failed from outcome.error
+            raise _failed(context, outcome.error) from outcome.error
+
+
+def _failed(context: UBatchContext, error: BaseException) -> UBatchFailed:
+    """What says where its ubatch failed."""
+    assert context.track.failed is not None
+    where = FailedStage(context.idx, *context.track.failed)
+    text = str(error) if isinstance(error, HARD) else f"{type(error).__name__}: {error}"
+    failed = UBatchFailed(f"{where}: {text}")
+    failed.code = where.code
+    return failed

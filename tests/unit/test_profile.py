@@ -8,7 +8,7 @@ import torch
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.worker.inputs import build_inputs
-from hocket.worker.profile import largest_batch
+from hocket.worker.profile import batch_of
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from hocket.worker.profile import largest_batch
 def test_the_largest_batch(max_len: int, tokens: int, lens: list[int]) -> None:
     given = {"max_model_len": max_len, "max_num_batched_tokens": tokens, "max_num_seqs": 4, "block_size": 16}
     config = resolve(Options.from_dict(given | {"device": "cpu"}))
-    batch = largest_batch(config)
+    batch = batch_of(config, tokens)
     assert [row.num_tokens for row in batch.requests] == lens
     assert (batch.num_tokens, batch.phase) == (tokens, "prefill")
     inputs = build_inputs(batch, batch.num_tokens, 16, torch.device("cpu"))

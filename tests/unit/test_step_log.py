@@ -204,7 +204,7 @@ def test_decodes_that_replay_graphs_are_no_mistake(caplog: pytest.LogCaptureFixt
     for _ in range(WARN_AFTER_STEPS):
         log.step(record_of(whole, 8), ends_run=False)
     (message,) = warnings_of(caplog)
-    assert "decode steps was split (no_split_graph 1000): decodes replay CUDA graphs" in message
+    assert "decode steps was split (no_split_graph 1000): decodes replay whole graphs" in message
 
 
 @pytest.mark.parametrize(
