@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -94,12 +94,11 @@ class UBatchExecutor:
     def run_captured(
         self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], plans: Sequence[Plan]
     ) -> list[Tensor]:
-        """The same of a decode whose attention is planned already, while it is captured (in the thread of the caller or
-        in those of the ubatches: a capture follows streams). No rank goes on when such a step fails, so nobody's
-        collectives are waited for.
+        """The same of a decode whose attention is planned already, while it is captured: in the caller's thread or in
+        those of the ubatches, as a capture follows streams. After a failure in it nothing more can be launched.
 
         Raises:
-            UBatchFailed: what came first of all that was raised.
+            UBatchFailed: what came first of all that was raised, also where it was a transfer that failed.
             BatonTimeout: a ubatch does not get on.
         """
         contexts, baton = self._contexts(len(ubatches), "decode", None)
@@ -160,16 +159,20 @@ class UBatchExecutor:
         failures: list[UBatchFailed],
     ) -> Tensor:
         """One ubatch's part of a step that is captured; what fails goes to the end of `failures`."""
+        track = context.track
         try:
-            context.track.begin(Stage.QKV)
+            track.begin(Stage.QKV)
             hidden: Tensor = self._model(inputs, kv_cache, plan)
-            context.run_hooks()
         except Exception as error:
-            context.track.fail()
+            track.fail()
             failures.append(_failed(context, error))
             failures[-1].__cause__ = error
+            if not isinstance(error, HARD):  # in a warm-up the other ranks go through all layers
+                with suppress(Exception):
+                    self._join(track, inputs.layout)
             raise
         finally:
+            context.run_hooks()
             _leave(context)
         return hidden
 

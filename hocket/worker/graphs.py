@@ -78,6 +78,7 @@ class Parts:
     last_ids: see `GraphInputs`.
     """
 
+    rank: int
     model: CausalLM
     kv_caches: list[Tensor]
     max_model_len: int
@@ -135,7 +136,11 @@ class DecodeGraphs:
             advice = "run with --enforce-eager" if num_ubatches == 1 else "run with --no-split-graphs"
             # Ubatches need no second stream beside transfers: there is always another ubatch.
             beside = side if num_ubatches == 1 else INLINE
-            with time_limit(what), said_of(what, advice), parts.executor.patient(config.capture_timeout_s):
+            with (
+                time_limit(what),
+                said_of(f"rank {parts.rank}: {what}", advice),
+                parts.executor.patient(config.capture_timeout_s),
+            ):
                 graph = parts.graph(size, num_ubatches)
                 with _shared_experts_on(beside, parts.model):
                     graph.capture(pool)

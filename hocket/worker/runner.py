@@ -113,6 +113,7 @@ class Runner:
             return
         assert self._last_ids is not None
         parts = Parts(
+            rank=self.mesh.rank,
             model=self.model,
             kv_caches=self.kv_caches,
             max_model_len=self.config.scheduler.max_model_len,
