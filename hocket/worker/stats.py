@@ -145,11 +145,12 @@ def overlap_line(overlap: Mapping[str, Any]) -> str:
     others = list_reasons({reason: n for reason, n in reasons.items() if reason != Reason.SPLIT.label})
     if others:
         line += f" ({others})"
-    timed = overlap["timed"]
-    if overlap["forwards"] and not timed:
+    timed, forwards = overlap["timed"], overlap["forwards"]
+    if forwards and not timed:
         return f"{line}, comm not timed"
     exposed, total = (overlap[name] / (timed or 1) / 1000 for name in ("exposed_comm_us", "comm_us"))
-    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step"
+    which = f" of the {timed} that were timed" if timed < forwards else ""
+    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step{which}"
 
 
 def list_reasons(reasons: Mapping[str, int]) -> str:

@@ -16,6 +16,7 @@ from checkpoints import make
 from counters import assert_add_up
 from in_process import engine_of, in_process_llm
 
+from hocket.cache.storage import block_of, num_blocks_of
 from hocket.errors import CapacityError, HocketError, UBatchFailed
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 
@@ -54,6 +55,17 @@ def test_answers_of_replayed_ubatches(
         assert rank["graphs"]["graph"] >= 9, rank["graphs"]
         assert rank["graphs"]["split"] > 0, "of fewer requests than ubatches there is no graph"
         assert engine_of(llm).runner.info()["graphs"]["split_sizes"] == [size for size in (1, 2, 4, 8) if size >= n]
+
+
+def test_starting_writes_to_no_block_of_requests(path: Callable[[str], Path], forced: Callable[[int], None]) -> None:
+    forced(2)
+    for model in ("v2", "qwen3"):
+        with in_process_llm(path(model), max_num_seqs=4) as llm:
+            runner = engine_of(llm).runner
+            for cache in runner.kv_caches:
+                assert num_blocks_of(cache) == runner.num_blocks + 1
+                assert not any(block_of(cache, block).any() for block in range(runner.num_blocks))
+                assert block_of(cache, runner.num_blocks).any(), "padding is written somewhere"
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
