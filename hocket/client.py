@@ -16,14 +16,17 @@ from hocket.channel.messages import (
     GetSpans,
     GetStates,
     GetStats,
+    Lanes,
     RankMessage,
     RecordStates,
     RecordSteps,
+    SetThresholds,
     Spans,
     States,
     Stats,
     StepFailed,
     StepOutputs,
+    TimeLanes,
     ToRank,
 )
 from hocket.config.engine import EngineConfig
@@ -35,7 +38,7 @@ from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
 
 
-class Observer(Protocol):
+class Listener(Protocol):
     """Is told what becomes of engine requests (a prompt is `params.n` of them), and what ranks count."""
 
     def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
@@ -51,7 +54,7 @@ class Observer(Protocol):
         """A rank's answer to `ask_counters`."""
 
 
-Answer = TypeVar("Answer", Stats, Spans, States)
+Answer = TypeVar("Answer", Stats, Spans, Lanes, States)
 _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
@@ -75,7 +78,7 @@ class EngineClient:
         self._loads = [RankLoad() for _ in group.ranks]
         self._silence_checked_at = 0.0
         self._rank_of: dict[str, tuple[int, int]] = {}  # engine request id → rank, tokens it was counted with
-        self.observer: Observer | None = None
+        self.listener: Listener | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -103,8 +106,8 @@ class EngineClient:
             for request, rank in made:
                 rank = self._assign(request, rank)
                 by_rank.setdefault(rank, []).append(request)
-                if self.observer is not None:
-                    self.observer.added(rank, request, arrived_at)
+                if self.listener is not None:
+                    self.listener.added(rank, request, arrived_at)
             for to_rank, requests in by_rank.items():
                 self.group.send(to_rank, AddRequests(requests=requests))
         except BaseException:
@@ -132,8 +135,8 @@ class EngineClient:
     def _ended(self, engine_request_id: str, reason: str) -> None:
         entry = self._rank_of.pop(engine_request_id, None)
         if entry is not None:
-            if self.observer is not None:
-                self.observer.ended(engine_request_id, reason, time.monotonic())
+            if self.listener is not None:
+                self.listener.ended(engine_request_id, reason, time.monotonic())
             self._loads[entry[0]].num_requests -= 1
             self._loads[entry[0]].num_tokens -= entry[1]
 
@@ -157,14 +160,14 @@ class EngineClient:
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(message)
-            if isinstance(message, Stats) and self.observer is not None:
-                self.observer.counted(message.stats)
+            if isinstance(message, Stats) and self.listener is not None:
+                self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
                 result = self.processor.process(output)
-                if self.observer is not None:
-                    self.observer.gained(output, now)
+                if self.listener is not None:
+                    self.listener.gained(output, now)
                 if output.finish_reason is not None:
                     self._ended(output.request_id, output.finish_reason)
                 if result is not None:
@@ -214,7 +217,7 @@ class EngineClient:
         return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
 
     def ask_counters(self) -> None:
-        """Have every rank tell the observer its sums (`StepStats.totals`, the scheduler's, expert load), also while it
+        """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
         works; the answers come in with `poll`."""
         self.group.broadcast(GetStats(is_brief=True))
 
@@ -226,6 +229,14 @@ class EngineClient:
         """What every rank has recorded, by rank; call it while nothing is being generated. Recording ends."""
         return [message.steps for message in self._ask(GetSpans(), Spans, "what it recorded")]
 
+    def set_thresholds(self, decode: int, prefill: int) -> None:
+        """Have all ranks split steps of so many tokens and more; call it while nothing is being generated."""
+        self.group.broadcast(SetThresholds(decode=decode, prefill=prefill))
+
+    def time_lanes(self, asked: TimeLanes, limit_s: float) -> list[Lanes]:
+        """Every rank's times of compute and communication alone, by rank; call it while nothing is being generated."""
+        return self._ask(asked, Lanes, "the times of its lanes", limit_s)
+
     def record_states(self, forced: dict[str, list[int]]) -> None:
         """Have every rank keep the hidden states of what it computes from now on; `forced`: tokens by engine request,
         given to it instead of those that are sampled."""
@@ -235,11 +246,11 @@ class EngineClient:
         """What every rank kept of a layer, by rank; call it while nothing is being generated."""
         return self._ask(GetStates(layer=layer), States, f"the states of layer {layer}")
 
-    def _ask(self, question: ToRank, kind: type[Answer], what: str) -> list[Answer]:
-        """Every rank's answer, by rank. Raises RankLost where one does not answer."""
+    def _ask(self, question: ToRank, kind: type[Answer], what: str, limit_s: float | None = None) -> list[Answer]:
+        """Every rank's answer, by rank. Raises RankLost where one does not answer within limit_s (None: as a step)."""
         self.group.broadcast(question)
         found: dict[int, Answer] = {}
-        deadline = time.monotonic() + self.config.step_timeout_s + _SILENCE_GRACE_S
+        deadline = time.monotonic() + (limit_s or self.config.step_timeout_s) + _SILENCE_GRACE_S
         while len(found) < self.group.world_size:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)

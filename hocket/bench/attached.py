@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.bench.report import check_output
-from hocket.bench.trace import about, check_device, recorded
+from hocket.bench.trace import about, recorded
 from hocket.config.options import Options
-from hocket.config.resolve import resolve
 from hocket.llm import LLM
 from hocket.trace import page, perfetto
 from hocket.trace.recording import Recording
@@ -33,12 +32,11 @@ class Attached:
         add to its name.
 
         Raises:
-            ConfigError: its files cannot be written, or the device's lanes have no times.
+            ConfigError: its files cannot be written.
         """
         if file is None:
             return None
         name = file.removesuffix(".json").removesuffix(".html")
-        check_device(resolve(options), "--trace")
         found = cls(name=name, num_steps=num_steps, options=options)
         for path in (path for part in parts for path in found._paths(part)):
             check_output(str(path))
@@ -48,11 +46,10 @@ class Attached:
         """The page and the events."""
         return Path(f"{self.name}{part}.html"), Path(f"{self.name}{part}.json")
 
-    def give_up(self, part: str) -> None:
-        """There is nothing to write: no files, and a line on standard error."""
-        for path in self._paths(part):
-            path.unlink()
-        why = "no step to record was run on every rank; give more or longer prompts"
+    def give_up(self, part: str, *, has_graphs: bool) -> None:
+        """There is nothing to write: say so on standard error."""
+        how = "--enforce-eager, as replays of graphs have no lanes" if has_graphs else "more or longer prompts"
+        why = f"no step that could be recorded was run on every rank; give {how}"
         print(f"hocket: no {self._paths(part)[0]}: {why}", file=sys.stderr)
 
     def write(self, recording: Recording, part: str) -> None:
@@ -89,4 +86,4 @@ def recording(
     if ranks[0]:
         attached.write(Recording(about(attached.options, llm.config, what), ranks), part)
     else:
-        attached.give_up(part)
+        attached.give_up(part, has_graphs=bool(llm.config.graphs.sizes))

@@ -72,7 +72,7 @@ class RequestTimes:
         self._open: dict[str, _Open] = {}
 
     def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
-        """As `hocket.client.Observer`, also below."""
+        """As `hocket.client.Listener`, also below."""
         self._open[request.request_id] = _Open(rank, len(request.prompt_token_ids), arrived_at)
 
     def gained(self, output: TokenOutput, now: float) -> None:

@@ -30,9 +30,9 @@ ALL = "all"
 
 
 class Metrics(RequestTimes):
-    """An `EngineClient`'s observer, whose `render` is what /metrics answers.
+    """An `EngineClient`'s listener, whose `render` is what /metrics answers.
 
-        client.observer = metrics = Metrics(client.config, "tiny")
+        client.listener = metrics = Metrics(client.config, "tiny")
         text = await metrics.scrape(client.ask_counters)  # on the event loop that also calls client.poll or advance
 
     names: the prefix of what vLLM has too, one of NAMES. Raises BackendUnavailable without prometheus-client.
@@ -57,7 +57,7 @@ class Metrics(RequestTimes):
             self._rank_of = placed.rank_of
 
     def counted(self, stats: dict[str, Any]) -> None:
-        """A rank's answer; see `hocket.client.Observer`."""
+        """A rank's answer; see `hocket.client.Listener`."""
         self._stats[stats["rank"]] = stats
         self._missing.discard(stats["rank"])
         if not self._missing:

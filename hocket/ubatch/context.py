@@ -28,9 +28,9 @@ _ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
 class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
-    order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go. track: where the
-    ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the rest must still happen.
-    times: the step's, which all of its ubatches add to.
+    order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go, with times by
+    `now`. times: the step's, which all of its ubatches add to. track: where the ubatch is; its `layer` counts sparse
+    layers whose collectives are over, after a failure the rest must still happen.
     """
 
     idx: int
@@ -39,12 +39,13 @@ class UBatchContext:
     peers: list[UBatchContext] = field(repr=False)
     order: tuple[Stage, ...] = _ALONE
     recorded: Step | None = None
+    now: Callable[[], int] = spans.host_ns
+    times: StepTimes = field(default_factory=StepTimes)
     track: Track = field(init=False)
     hooks: deque[Hook] = field(default_factory=deque)
-    times: StepTimes = field(default_factory=StepTimes)
 
     def __post_init__(self) -> None:
-        self.track = Track(self.idx, self.recorded)
+        self.track = Track(self.idx, self.recorded, self.now)
 
     def give(self, following: int) -> None:
         """This ubatch stops, and `following` runs next."""

@@ -29,7 +29,8 @@ class StepRecord:
 
     phase: of this rank's own batch; a rank without requests is idle also where the others work. ubatches: (this rank's
     tokens, rows every rank counts) of each ubatch; empty where the model did not run. us: durations by part. times: of
-    its transfers and hand-overs, where they are known.
+    its transfers and hand-overs; is_timed: whether those of transfers are known, which a GPU does not tell. Nobody
+    counts what a CUDA graph sends.
     """
 
     plan: StepPlan
@@ -38,6 +39,7 @@ class StepRecord:
     us: Mapping[str, float] = field(default_factory=dict)
     has_failed: bool = False
     times: StepTimes = field(default_factory=StepTimes)
+    is_timed: bool = False
 
 
 class StepStats:
@@ -60,6 +62,7 @@ class StepStats:
         self.reasons: dict[str, dict[str, int]] = {}
         self.forwards = 0
         self.split = 0
+        self.timed = 0
         self.times = StepTimes()
         self.failed = 0
         self.ubatch_tokens: dict[str, int] = {}
@@ -81,13 +84,15 @@ class StepStats:
         if record.ubatches:
             self._count_forward(record)
         if record.ubatches and not record.has_failed:
-            self.pace.step(record.phase, record.plan.num_tokens, record.times.comm_ns / 1e3)
+            times = record.times
+            self.pace.step(record.phase, record.plan.num_tokens, times.comm_ns / 1e3, times.exposed_ns / 1e3)
         else:
             self.pace.interrupt()
 
     def _count_forward(self, record: StepRecord) -> None:
         self.forwards += 1
         add(self.graphs, record.plan.graph.label)
+        self.timed += record.is_timed
         self.times.add(record.times)
         self.last_split[record.phase] = len(record.ubatches) > 1
         if len(record.ubatches) > 1:
@@ -108,10 +113,10 @@ class StepStats:
     def totals(self) -> dict[str, Any]:
         """All sums as plain values of bounded size; quick enough to ask for while steps run.
 
-        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank; last_split: whether the
-        last one of each phase was split. graphs: forwards by whether they ran in a CUDA graph, or why not
-        (GraphReason).
-        comm: by kind, µs of transfers, the exposed part of them, and bytes sent. part_us: sums by part of a step.
+        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank, overlap.timed those of
+        them whose transfers were timed, which all µs of them are of; last_split: whether the last one of each phase was
+        split. graphs: forwards by whether they ran in a CUDA graph, or why not (GraphReason). comm: by kind, µs of
+        transfers, the exposed part of them, and bytes sent. part_us: sums by part of a step.
         """
         times = self.times
         return {
@@ -125,6 +130,7 @@ class StepStats:
                 "steps": self.steps,
                 "forwards": self.forwards,
                 "split": self.split,
+                "timed": self.timed,
                 "reasons": {phase: dict(reasons) for phase, reasons in self.reasons.items()},
                 "comm_us": times.comm_ns / 1e3,
                 "exposed_comm_us": times.exposed_ns / 1e3,
@@ -163,9 +169,12 @@ def overlap_line(overlap: Mapping[str, Any]) -> str:
     others = list_reasons({reason: n for reason, n in reasons.items() if reason != Reason.SPLIT.label})
     if others:
         line += f" ({others})"
-    forwards = overlap["forwards"] or 1
-    exposed, total = (overlap[name] / forwards / 1000 for name in ("exposed_comm_us", "comm_us"))
-    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step"
+    timed, forwards = overlap["timed"], overlap["forwards"]
+    if forwards and not timed:
+        return f"{line}, comm not timed"
+    exposed, total = (overlap[name] / (timed or 1) / 1000 for name in ("exposed_comm_us", "comm_us"))
+    which = f" of the {timed} that were timed" if timed < forwards else ""
+    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step{which}"
 
 
 def list_reasons(reasons: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ ON = {"enable_dbo": True, "dbo_decode_token_threshold": 2, "dbo_prefill_token_th
 
 
 def observed(llm: LLM) -> Metrics:
-    metrics = llm.client.observer = Metrics(llm.config, "test")
+    metrics = llm.client.listener = Metrics(llm.config, "test")
     return metrics
 
 
