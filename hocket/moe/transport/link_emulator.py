@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.ubatch.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LinkEmulator(Transport):
             self._clock = DeviceClock(device)
             self.captures = inner.captures  # type: ignore[misc]
 
-    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         return self._stretched(self.inner.prepare(x, topk_ids, topk_weights, layout))
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
