@@ -24,6 +24,7 @@ from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
 from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import StepSizes
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
@@ -57,6 +58,8 @@ class Runner:
             config.model.moe.num_experts, mesh.ep_size, config.parallel.expert_placement_strategy
         )
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        self._transport = factory.transport
+        self._transport.open(_step_sizes(config, len(mesh.node_ranks)))
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
@@ -277,9 +280,20 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers."""
+        """End the ubatch workers, and give back what transfers took. All ranks together."""
         self.executor.close()
+        self._transport.close()
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""
         self._prompt_logprobs.forget(request_id)
+
+
+def _step_sizes(config: EngineConfig, num_local_ranks: int) -> StepSizes:
+    return StepSizes(
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        hidden_size=config.model.hidden_size,
+        top_k=config.model.moe.top_k,
+        dtype=getattr(torch, config.dtype),
+        num_local_ranks=num_local_ranks,
+    )
