@@ -179,7 +179,7 @@ class Buffer:
         assert len(x) == num_worst_tokens
         assert config is not None
         assert config.num_sms == num_sms, "not as many channels as the dispatch had"
-        back = self._exchange(list(x[: sum(sizes)].split(sizes)))
+        back = self._exchange([part.clone() for part in x[: sum(sizes)].split(sizes)])
         total = torch.zeros(num_rows, x.shape[1])
         for index, part in zip(rows, back, strict=True):
             total.index_add_(0, index, part.float())
@@ -257,7 +257,7 @@ class Buffer:
         for e in range(per_rank):
             sizes = [len(index) for index in sources[e]]
             for rank, part in enumerate(x[e, : sum(sizes)].split(sizes)):
-                back[rank].append(part)
+                back[rank].append(part.clone())  # a view would take all of x along
         self._begin("combine")
         came = self._exchange(back)
 
