@@ -8,7 +8,7 @@ all.
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,8 +26,10 @@ from hocket.moe.transport.base import StepSizes
 PACKAGE = "tokenspeed-deepep==1.2.1.post20251110"
 _NVSHMEM = "libnvshmem_host.so.3"
 HIGH_THROUGHPUT_RANKS = (2, 4, 8)
-HIGH_THROUGHPUT_MAX_WIDTH = 8184
-"""A warp's shared memory holds half a row of bf16 and 8 bytes."""
+HIGH_THROUGHPUT_MAX_WIDTH = 7936
+"""A warp's shared memory holds half a row of bf16 and 8 bytes more: under 8192."""
+HIGH_THROUGHPUT_WIDTH_MULTIPLE = 256
+"""A warp reads 16 bytes a lane."""
 HIGH_THROUGHPUT_MAX_LOCAL_EXPERTS = 128
 HIGH_THROUGHPUT_MAX_TOP_K = 32
 LOW_LATENCY_MAX_RANKS = 8
@@ -53,7 +55,8 @@ def load(name: str) -> Any:
 
 def _load_nvshmem() -> bool:
     """DeepEP's own search path is that of the machine it was built on: load the library that torch brings along."""
-    for folder in importlib.import_module("nvidia").__path__:
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
         file = Path(folder, "nvshmem", "lib", _NVSHMEM)
         if file.exists():
             ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
@@ -117,8 +120,8 @@ def check_high_throughput(sizes: StepSizes, numbering: Numbering) -> None:
         raise ConfigError("data_parallel_size", num_ranks, allowed, where=where)
     if sizes.dtype != torch.bfloat16:
         raise ConfigError("dtype", str(sizes.dtype), "bfloat16", where=where)
-    if sizes.hidden_size % 16 or sizes.hidden_size > HIGH_THROUGHPUT_MAX_WIDTH:
-        allowed = f"a multiple of 16 up to {HIGH_THROUGHPUT_MAX_WIDTH}"
+    if sizes.hidden_size % HIGH_THROUGHPUT_WIDTH_MULTIPLE or sizes.hidden_size > HIGH_THROUGHPUT_MAX_WIDTH:
+        allowed = f"a multiple of {HIGH_THROUGHPUT_WIDTH_MULTIPLE} up to {HIGH_THROUGHPUT_MAX_WIDTH}"
         raise ConfigError("hidden_size", sizes.hidden_size, allowed, where=where)
     if numbering.per_rank > HIGH_THROUGHPUT_MAX_LOCAL_EXPERTS:
         allowed = f"so many that none has over {HIGH_THROUGHPUT_MAX_LOCAL_EXPERTS} experts"
