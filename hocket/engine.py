@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hocket.cache.manager import KVCacheManager
 from hocket.config.engine import EngineConfig
@@ -96,6 +96,12 @@ class Engine:
     def abort_all(self) -> None:
         """End every request."""
         self.abort(self.scheduler.request_ids())
+
+    def set_thresholds(self, decode: int, prefill: int) -> None:
+        """Split steps of so many tokens and more, from here on. All ranks before the same step."""
+        overlap = replace(self.config.overlap, decode_token_threshold=decode, prefill_token_threshold=prefill)
+        self.config = replace(self.config, overlap=overlap)
+        self._digest = self.config.digest
 
     def step(self) -> tuple[list[TokenOutput], StepPlan]:
         """One step, together with all ranks. Returns what this rank's requests gained in the step before.

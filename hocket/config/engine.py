@@ -13,10 +13,14 @@ from hocket.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedLink:
-    """A link that transfers are stretched to."""
+    """A link that transfers are stretched to.
+
+    token_bytes: what a dispatch and a combine are taken to carry for each of a rank's tokens; None: what is sent.
+    """
 
     gb_per_s: float
     latency_us: float
+    token_bytes: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

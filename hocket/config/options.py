@@ -152,6 +152,11 @@ class Options:
     emulate_link_latency_us: float = _option(
         0.0, help="and of this latency, with --emulate-link-gb-per-s", group="Overlap", least=0, most=1e9
     )
+    emulate_link_token_bytes: str | None = _option(
+        None,
+        help="and as if each token took so many bytes out and back, as 29568,57344 (default: what is sent)",
+        group="Overlap",
+    )
 
     max_num_seqs: int | None = _option(
         None, help="most requests running at once on a rank (default: 256)", group="Scheduler", least=1, most=MAX_TOKENS

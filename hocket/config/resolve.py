@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -178,14 +179,34 @@ def _nccl_ctas(parallel: ParallelConfig, overlap: OverlapConfig, device: str) ->
 
 
 def _emulated_link(options: Options, shared: bool) -> EmulatedLink | None:
-    if options.emulate_link_gb_per_s is None:
-        if options.emulate_link_latency_us:
-            latency_us = options.emulate_link_latency_us
+    gb_per_s, latency_us, token_bytes = (
+        options.emulate_link_gb_per_s,
+        options.emulate_link_latency_us,
+        options.emulate_link_token_bytes,
+    )
+    if gb_per_s is None:
+        if latency_us:
             raise ConfigError("emulate_link_latency_us", latency_us, "0", where="without emulate_link_gb_per_s")
+        if token_bytes is not None:
+            where = "without emulate_link_gb_per_s"
+            raise ConfigError("emulate_link_token_bytes", token_bytes, "not to give it", where=where)
         return None
     if not shared:
-        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it", where=_ALONE)
-    return EmulatedLink(gb_per_s=options.emulate_link_gb_per_s, latency_us=options.emulate_link_latency_us)
+        raise ConfigError("emulate_link_gb_per_s", gb_per_s, "not to give it", where=_ALONE)
+    return EmulatedLink(gb_per_s=gb_per_s, latency_us=latency_us, token_bytes=_token_bytes(token_bytes))
+
+
+def _token_bytes(text: str | None) -> tuple[float, float] | None:
+    """`29568,57344` as bytes of a token's dispatch and of its combine."""
+    if text is None:
+        return None
+    try:
+        out, back = (float(part) for part in text.split(","))
+    except ValueError:
+        out = back = -1.0
+    if not (0 <= out < math.inf and 0 <= back < math.inf):
+        raise ConfigError("emulate_link_token_bytes", text, "two numbers of bytes, as 29568,57344")
+    return out, back
 
 
 def _overlap(options: Options) -> OverlapConfig:

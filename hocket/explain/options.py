@@ -62,6 +62,7 @@ NOT_KEPT = {
     "enable_dbo": "shown by ubatch_size",
     "emulate_link_gb_per_s": "kept, or refused",
     "emulate_link_latency_us": "kept, or refused",
+    "emulate_link_token_bytes": "kept, or refused",
     "enforce_eager": "shown by cudagraph_capture_sizes",
     "max_cudagraph_capture_size": "shown by cudagraph_capture_sizes",
 }

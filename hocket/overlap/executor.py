@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -20,11 +19,12 @@ from hocket.overlap.failure import FailedStage
 from hocket.overlap.schedule import Schedule
 from hocket.overlap.sm_budget import UNLIMITED, SmBudget
 from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
-from hocket.trace.spans import Recorder, Stage, Step, Track
+from hocket.trace.spans import Recorder, Stage, Step, Track, host_ns
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, Setup
+from hocket.ubatch.stamps import Stamps
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -79,11 +79,18 @@ class UBatchExecutor:
         pair = self._alternating if len(ubatches) > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
         step = self._recorded(ubatches, phase)
-        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
+        stamps = None
+        if step is not None and self._device.type == "cuda":
+            stamps = Stamps(self._device)
+            step.start_ns = stamps.now()
+        now = host_ns if stamps is None else stamps.now
+        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step, now)
         with self.budget.entered() if len(ubatches) > 1 else nullcontext():
             outcomes = self._alternate(contexts, pair[0], ubatches, kv_cache)
         if step is not None:
-            step.stop_ns = time.perf_counter_ns()
+            step.stop_ns = now()
+            if stamps is not None:
+                _resolve(stamps, step, outcomes)
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
         self.comm_bytes = sum(context.comm_bytes for context in contexts)
@@ -107,11 +114,11 @@ class UBatchExecutor:
         return self.recorder.begin(phase, len(ubatches), sum(part.layout.num_tokens for part in ubatches))
 
     def _contexts(
-        self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None
+        self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None, now: Callable[[], int]
     ) -> list[UBatchContext]:
         contexts: list[UBatchContext] = []
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
+            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step, now))
         return contexts
 
     def _body(
@@ -177,6 +184,14 @@ def _leave(context: UBatchContext) -> None:
     following = context.baton.following(context.idx)
     if following != context.idx:
         context.track.give(following)
+
+
+def _resolve(stamps: Stamps, step: Step, outcomes: list[Outcome]) -> None:
+    """Times of a step; where one broke off nobody may wait for the device."""
+    if any(outcome.error is not None for outcome in outcomes):
+        step.stop_ns = 0
+    else:
+        stamps.resolve(step)
 
 
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:

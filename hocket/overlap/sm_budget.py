@@ -22,22 +22,26 @@ class Shares:
     compute_sms: int
 
 
-def divide(asked: int, usable: int | None, total: int, step: int = 1) -> Shares | None:
-    """The shares of a GPU with `total` multiprocessors; None: neither side is limited, as transfers take none.
+def comm_share(asked: int, max_sms: int | None, max_nccl_ctas: int | None) -> int:
+    """How many of the multiprocessors that the user leaves to transfers they get: no more than they can use, which is
+    what the transport says (`Transport.max_sms`) or, where that is None, NCCL's limit. 0: neither side is limited."""
+    usable = max_nccl_ctas if max_sms is None else max_sms
+    return asked if usable is None else min(asked, usable)
 
-    asked: what the user leaves to transfers, usable: what the transport can use at most (None: as much as it gets).
-    step: compute gets a multiple of it, rounded down.
+
+def divide(comm: int, total: int, step: int = 1) -> Shares | None:
+    """The shares of a GPU with `total` multiprocessors of which transfers get `comm`; None: neither side is limited.
+    Compute gets a multiple of `step`, rounded down.
 
     Raises:
         ConfigError: nothing would be left for compute.
     """
-    comm = asked if usable is None else min(asked, usable)
     if comm == 0:
         return None
     compute = (total - comm) // step * step
     if compute < 1:
         allowed = f"at most {total - step}: this GPU has {total} multiprocessors, and compute needs some"
-        raise ConfigError(DBO_COMM_SMS.name, asked, allowed)
+        raise ConfigError(DBO_COMM_SMS.name, comm, allowed)
     return Shares(comm_sms=comm, compute_sms=compute)
 
 

@@ -19,10 +19,12 @@ from hocket.moe.experts.grouped_mm import GroupedMMExperts
 from hocket.moe.experts.triton_grouped import TritonGroupedExperts
 from hocket.moe.transport.base import Transport
 from hocket.overlap.green_stream import SM_STEP, green_stream
-from hocket.overlap.sm_budget import UNLIMITED, Limit, SmBudget, divide
+from hocket.overlap.sm_budget import UNLIMITED, Limit, SmBudget, comm_share, divide
 from hocket.quant import fp8
 
 logger = logging.getLogger(__name__)
+_PAIR = 2
+"""Products that share what they load run on two multiprocessors at once."""
 
 
 def budget_of(model: nn.Module, transport: Transport, config: EngineConfig, device: torch.device) -> SmBudget:
@@ -35,9 +37,9 @@ def budget_of(model: nn.Module, transport: Transport, config: EngineConfig, devi
     overlap = config.overlap
     if device.type != "cuda" or overlap.num_ubatches == 1:
         return UNLIMITED
-    usable = config.parallel.max_nccl_ctas if transport.max_sms is None else transport.max_sms
+    comm = comm_share(overlap.comm_sms, transport.max_sms, config.parallel.max_nccl_ctas)
     total = torch.cuda.get_device_properties(device).multi_processor_count
-    shares = divide(overlap.comm_sms, usable, total, SM_STEP if overlap.use_green_context else 1)
+    shares = divide(comm, total, SM_STEP if overlap.use_green_context else _PAIR)
     if shares is None:
         return UNLIMITED
     how = "kernels that can be told"

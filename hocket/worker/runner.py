@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -59,10 +60,12 @@ class Runner:
         )
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
         self._transport = factory.transport
-        self._transport.open(_step_sizes(config, len(mesh.node_ranks)))
+        self._transport.open(StepSizes.of(config, len(mesh.node_ranks)))
         link = config.parallel.emulated_link
         if link is not None:
-            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
+            factory.transport = LinkEmulator(
+                factory.transport, link.latency_us, link.gb_per_s, mesh.device, link.token_bytes
+            )
         backends = backends_for(
             config.attention_backend,
             config.deterministic,
@@ -263,6 +266,7 @@ class Runner:
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
+        shares = self.executor.budget.shares
         return {
             "num_blocks": self.num_blocks,
             "cache_bytes": self.cache_bytes,
@@ -272,6 +276,7 @@ class Runner:
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
+            "sms": shares and asdict(shares),
             "graphs": {
                 "sizes": list(self.graph_sizes),
                 "seconds": self.graphs.seconds,
@@ -287,13 +292,3 @@ class Runner:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""
         self._prompt_logprobs.forget(request_id)
-
-
-def _step_sizes(config: EngineConfig, num_local_ranks: int) -> StepSizes:
-    return StepSizes(
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        hidden_size=config.model.hidden_size,
-        top_k=config.model.moe.top_k,
-        dtype=getattr(torch, config.dtype),
-        num_local_ranks=num_local_ranks,
-    )

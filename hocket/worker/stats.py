@@ -76,7 +76,7 @@ class StepStats:
         if record.ubatches:
             self._count_forward(record)
         if record.ubatches and not record.has_failed:
-            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us)
+            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us, record.exposed_us)
         else:
             self.pace.interrupt()
 

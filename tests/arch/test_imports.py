@@ -17,6 +17,7 @@ LAYERS = [
     ("hocket.bench",),
     ("hocket.llm",),
     ("hocket.client", "hocket.rank"),
+    ("hocket.observe",),
     ("hocket.processor", "hocket.prompt", "hocket.generation_config", "hocket.engine", "hocket.dist.launcher"),
     ("hocket.worker",),
     ("hocket.overlap.executor", "hocket.overlap.views"),
@@ -93,6 +94,7 @@ WITH_TORCH = [
     "hocket.overlap.thread_state",
     "hocket.overlap.sm_limits",
     "hocket.overlap.green_stream",
+    "hocket.ubatch.stamps",
     "hocket.ubatch.stream_lane",
 ]
 

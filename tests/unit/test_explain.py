@@ -94,6 +94,9 @@ def test_schedule_follows_the_transport() -> None:
     plain = described(**DBO)["schedules"]["prefill"]
     assert plain["lanes"][0] == {"comm": "D₀", "compute": ["A0₁", "A1₁"]}
     assert not any("recv" in launch for launch in plain["order"])
+    blocking = described(**DBO, device="cuda", all2all_backend="torch")["schedules"]["prefill"]
+    assert blocking["lanes"][:2] == [{"comm": "D₀", "compute": ["A0₁", "A1₁"]}, {"comm": "D₁", "compute": ["M₀"]}]
+    assert blocking["order"].index("M₀") < blocking["order"].index("D₁ send")
     apart = described(**DBO, emulate_link_gb_per_s=1)["schedules"]["prefill"]
     assert apart["order"].index("D₀ recv") < apart["order"].index("D₁ send")
     assert len(described(**{**DBO, "enable_dbo": False, "ubatch_size": 3})["schedules"]["decode"]["lanes"]) == 6
@@ -135,6 +138,18 @@ def test_messages_of_fixed_shapes_are_rows_to_all_others(device: str) -> None:
     back = RowFormat(hidden, 0, torch.bfloat16).row_bytes if device == "cpu" else hidden * 2
     assert (found["dispatch_bytes"], found["combine_bytes"]) == (7 * row, 7 * back)
     assert found["received_bytes"] == 8 * row
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_room_for_uneven_messages(device: str) -> None:
+    """A CPU is told how many rows come, as many as are sent; on a GPU there is room for all of all ranks."""
+    config = resolved(model=V3, data_parallel_size=8, enable_expert_parallel=True, device=device, dtype="bfloat16")
+    (found,) = (one for one in messages(config) if one["name"] == "torch")
+    row = RowFormat(config.model.hidden_size, config.model.moe.top_k, torch.bfloat16).row_bytes
+    if device == "cuda":
+        assert found["received_bytes"] == 8 * row
+    else:
+        assert found["dispatch_bytes"] < found["received_bytes"] <= found["dispatch_bytes"] + row
 
 
 def test_uneven_messages_go_to_the_ranks_of_the_experts() -> None:

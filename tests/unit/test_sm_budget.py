@@ -26,7 +26,7 @@ from hocket.moe.experts.triton_grouped import TritonGroupedExperts
 from hocket.overlap import green_stream as green
 from hocket.overlap import sm_limits
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
-from hocket.overlap.sm_budget import UNLIMITED, Shares, SmBudget, divide
+from hocket.overlap.sm_budget import UNLIMITED, Shares, SmBudget, comm_share, divide
 from hocket.quant import fp8
 
 CPU = torch.device("cpu")
@@ -52,30 +52,39 @@ class Knob:
 
 
 @pytest.mark.parametrize(
-    ("asked", "usable", "step", "comm", "compute"),
+    ("asked", "max_sms", "max_nccl_ctas", "comm"),
     [
-        (20, None, 1, 20, 112),
-        (20, 24, 1, 20, 112),
-        (20, 6, 1, 6, 126),
-        (6, 24, 8, 6, 120),
-        (124, None, 8, 124, 8),
-        (131, None, 1, 131, 1),
+        (20, None, None, 20),
+        (20, None, 6, 6),
+        (20, None, 32, 20),
+        (20, 24, 6, 20),
+        (20, 6, None, 6),
+        (20, 0, 6, 0),
+        (0, None, 6, 0),
     ],
 )
-def test_shares(asked: int, usable: int | None, step: int, comm: int, compute: int) -> None:
-    assert divide(asked, usable, 132, step) == Shares(comm_sms=comm, compute_sms=compute)
+def test_transfers_get_no_more_than_they_can_use(
+    asked: int, max_sms: int | None, max_nccl_ctas: int | None, comm: int
+) -> None:
+    assert comm_share(asked, max_sms, max_nccl_ctas) == comm
 
 
-@pytest.mark.parametrize(("asked", "usable"), [(0, None), (0, 24), (20, 0), (500, 0)])
-def test_transfers_that_take_none_limit_nobody(asked: int, usable: int | None) -> None:
-    assert divide(asked, usable, 132) is None
+@pytest.mark.parametrize(
+    ("comm", "step", "compute"), [(20, 1, 112), (6, 1, 126), (6, 8, 120), (124, 8, 8), (131, 1, 1)]
+)
+def test_shares(comm: int, step: int, compute: int) -> None:
+    assert divide(comm, 132, step) == Shares(comm_sms=comm, compute_sms=compute)
 
 
-@pytest.mark.parametrize(("asked", "step", "most"), [(132, 1, 131), (500, 1, 131), (125, 8, 124)])
-def test_compute_needs_some(asked: int, step: int, most: int) -> None:
-    with pytest.raises(ConfigError, match=f"HOCKET_DBO_COMM_SMS: {asked} is not allowed; allowed: at most {most}: "):
-        divide(asked, None, 132, step)
-    assert divide(most, None, 132, step) is not None
+def test_transfers_that_take_none_limit_nobody() -> None:
+    assert divide(0, 132) is None
+
+
+@pytest.mark.parametrize(("comm", "step", "most"), [(132, 1, 131), (500, 1, 131), (125, 8, 124)])
+def test_compute_needs_some(comm: int, step: int, most: int) -> None:
+    with pytest.raises(ConfigError, match=f"HOCKET_DBO_COMM_SMS: {comm} is not allowed; allowed: at most {most}: "):
+        divide(comm, 132, step)
+    assert divide(most, 132, step) is not None
 
 
 # -- set and brought back ----------------------------------------------------------------------------------------------
@@ -336,7 +345,7 @@ def test_what_a_model_does_not_have_is_left_alone(carve_out: Knob, monkeypatch: 
         (None, {"max_nccl_ctas": 4}, GPU, (4, 128)),
         (None, {"max_nccl_ctas": 64}, GPU, (20, 112)),
         (24, {"max_nccl_ctas": 4}, GPU, (20, 112)),
-        (8, {}, GPU, (8, 124)),
+        (7, {}, GPU, (7, 124)),
         (0, {}, GPU, None),
         (None, {"enable_dbo": False}, GPU, None),
         (None, {"device": "cpu"}, CPU, None),

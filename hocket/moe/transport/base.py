@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from hocket.config.engine import EngineConfig
 from hocket.errors import StepDesync
 from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
@@ -38,8 +39,12 @@ class Received(ABC):
     def through(self, experts: Experts) -> Tensor:
         """What `finalize` takes: the experts' results, in the layout of x."""
 
+    @abstractmethod
+    def with_handle(self, handle: Handle) -> Received:
+        """The same with another handle."""
+
     def nothing(self) -> Tensor:
-        """The same where there are no results: zeros."""
+        """What `finalize` takes where there are no results: zeros."""
         return torch.zeros_like(self.x)
 
 
@@ -55,6 +60,9 @@ class Dispatched(Received):
 
     def through(self, experts: Experts) -> Tensor:
         return experts(self.x, self.ids, self.weights)  # type: ignore[no-any-return]
+
+    def with_handle(self, handle: Handle) -> Dispatched:
+        return replace(self, handle=handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,9 @@ class DispatchedByExpert(Received):
     def through(self, experts: Experts) -> Tensor:
         return experts.forward_grouped(self.rows)
 
+    def with_handle(self, handle: Handle) -> DispatchedByExpert:
+        return replace(self, handle=handle)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
@@ -83,6 +94,17 @@ class StepSizes:
     top_k: int
     dtype: torch.dtype
     num_local_ranks: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_local_ranks: int) -> StepSizes:
+        """Those of an engine."""
+        return cls(
+            max_tokens=config.scheduler.max_num_batched_tokens,
+            hidden_size=config.model.hidden_size,
+            top_k=config.model.moe.top_k,
+            dtype=getattr(torch, config.dtype),
+            num_local_ranks=num_local_ranks,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +195,12 @@ class Transport(ABC):
 
 def _nothing() -> None:
     """There was nothing to change."""
+
+
+def most_received(num_ranks: int, num_padded_max: int) -> int:
+    """Rows that a dispatch can bring: all of all ranks. For so many there is room where the host is not told how many
+    come."""
+    return num_ranks * num_padded_max
 
 
 def check_numbers(mine: int, theirs: Iterable[Tensor]) -> None:

@@ -24,7 +24,7 @@ from hocket.dist.collectives import Group
 from hocket.moe.base import TokenLayout, check_ids
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport import deepep_library as library
-from hocket.moe.transport.base import Dispatched, Handle, SentBytes, StepSizes, Tokens, Transport
+from hocket.moe.transport.base import Dispatched, Handle, SentBytes, StepSizes, Tokens, Transport, most_received
 from hocket.moe.transport.deepep_rows import Outgoing, ranks_of, rows_for_others
 from hocket.ubatch.transfer import Transfer
 
@@ -106,7 +106,7 @@ class DeepEPHighThroughput(Transport):
         check_ids(topk_ids, self._numbering.placement.num_experts, "expert ids")
         opened, top_k = self._library, topk_ids.shape[1]
         sent = Outgoing.of(x, topk_ids, topk_weights, self._numbers, opened.id_dtype)
-        most = max(1, self._num_ranks * layout.num_padded_max)
+        most = max(1, most_received(self._num_ranks, layout.num_padded_max))
         dispatch, combine = opened.dispatch, opened.combine
         came: list[DispatchHandle] = []
 
@@ -124,7 +124,7 @@ class DeepEPHighThroughput(Transport):
                 num_worst_tokens=most,
                 config=dispatch,
             )
-            came.append(DispatchHandle((rows, ids, weights), handle, combine, sent.num_rows, top_k))
+            came[:] = [DispatchHandle((rows, ids, weights), handle, combine, sent.num_rows, top_k)]
 
         def result() -> Dispatched:
             rows, indices, weights = came[0].received
@@ -150,7 +150,7 @@ class DeepEPHighThroughput(Transport):
         top_k = tokens.ids.shape[1]
         num_sent = sum(len(set(ranks) - {0}) for ranks in ranks_of(tokens))
         row_bytes = _dispatched_bytes(tokens.hidden_size, tokens.dtype, top_k)
-        num_received = tokens.placement.num_ranks * len(tokens.ids)
+        num_received = most_received(tokens.placement.num_ranks, len(tokens.ids))
         return SentBytes(
             dispatch=num_sent * row_bytes,
             combine=num_sent * tokens.hidden_size * tokens.dtype.itemsize,

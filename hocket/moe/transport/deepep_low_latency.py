@@ -140,7 +140,7 @@ class DeepEPLowLatency(Transport):
                 use_fp8=False,
                 return_recv_hook=True,
             )
-            came.extend((rows, counts, handle, hook))
+            came[:] = rows, counts, handle, hook
 
         def result() -> DispatchedByExpert:
             rows, counts, handle, _ = came
@@ -173,7 +173,7 @@ class DeepEPLowLatency(Transport):
             _, _, hook = opened.buffer.low_latency_combine(
                 results, sent.ids, sent.weights, handle.layout, return_recv_hook=True, out=out
             )
-            hooks.append(hook)
+            hooks[:] = [hook]
 
         num_sent = slots_for_others(sent.num_rows, self._placement, sent.ids.shape[1], self._rank)
         return Transfer(
