@@ -103,6 +103,7 @@ class Engine:
         overlap = replace(self.config.overlap, decode_token_threshold=decode, prefill_token_threshold=prefill)
         self.config = replace(self.config, overlap=overlap)
         self._digest = self.config.digest
+        self.log.stop_watching()
 
     def step(self) -> tuple[list[TokenOutput], StepPlan]:
         """One step, together with all ranks. Returns what this rank's requests gained in the step before.
