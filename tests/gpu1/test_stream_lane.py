@@ -209,7 +209,7 @@ def test_compute_hides_transfers(large: Stack, name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", EXECUTORS)
 def test_a_recorded_step_tells_what_ran_beside_what(large: Stack, kind: str) -> None:
-    """By events on both streams: the same hidden share as by the times of whole steps, and none without a split."""
+    """By events on both streams: as much is hidden as by the times of whole steps, and next to nothing unsplit."""
     x = torch.randn(16384, 4096, device=GPU, dtype=torch.bfloat16)
     large.use(LinkEmulator(transport_of("local"), LINK_US, 1e9, GPU))
     for n in (1, 2):
@@ -230,6 +230,6 @@ def test_a_recorded_step_tells_what_ran_beside_what(large: Stack, kind: str) -> 
         on_link_ns = NUM_LAYERS * 2 * n * LINK_US * 1e3
         assert figures.comm_ns >= 0.95 * on_link_ns
         if n == 1:
-            assert figures.hidden_ns <= 0.02 * figures.comm_ns
+            assert figures.hidden_share <= 0.2, "the shared experts beside a combine"
         else:
             assert figures.hidden_share >= 0.7
