@@ -72,12 +72,16 @@ def runs_in_fp8(info: Mapping[str, Any]) -> bool:
 
 
 def check_output(output: str | None) -> None:
-    """Raise ConfigError where `output` cannot be written, before anything is measured."""
+    """Raise ConfigError where `output` cannot be written, before anything is measured. Neither makes a file nor changes
+    one: a run that fails has no result."""
     if output is None:
         return
+    is_new = not os.path.lexists(output)
     try:
         with Path(output).open("a", encoding="utf-8"):
             pass
+        if is_new:
+            Path(output).unlink()
     except OSError as error:
         raise ConfigError("output", output, f"a file that can be written ({error.strerror})") from None
 

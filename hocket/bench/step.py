@@ -227,8 +227,12 @@ def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
     if cell.phase != "decode" or not size:
         return None
     strategies.use(llm, SERIAL)
+    llm.stats(reset=True)
     _generate(llm, cell, seed)
-    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS))
+    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
+    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
+        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
+    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:
         ranks = llm.stats()

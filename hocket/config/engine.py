@@ -67,7 +67,9 @@ class OverlapConfig:
     """Dual batch overlap: into how many ubatches a step is split, and from how many tokens per rank on.
 
     num_ubatches 1: off. force_split: split every step, whatever the thresholds; ubatches may be empty then.
-    cut: into parts of "equal" numbers of tokens, or of equal estimated "cost".
+    cut: into parts of "equal" numbers of tokens, or of equal estimated "cost". comm_sms: how many multiprocessors of a
+    GPU a split step leaves to transfers, at most what they can use; 0: nobody is limited. use_green_context: whether
+    all compute keeps to the rest, or only the kernels that can be told.
     """
 
     num_ubatches: int = 1
@@ -76,6 +78,8 @@ class OverlapConfig:
     force_split: bool = False
     cut: str = "equal"
     executor: str = "greenlet"
+    comm_sms: int = 0
+    use_green_context: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ class VainWatch:
         if reason == Reason.PREFIX_HAZARD.label:
             return "requests read prefixes that others compute in the same step; send one of each prefix ahead"
         if reason == Reason.NO_SPLIT_GRAPH.label:
-            return "decodes replay CUDA graphs, which hold whole steps; that is faster than launching halves"
+            return "decodes replay whole graphs: ranks differ too much in requests, or --no-split-graphs was given"
         if reason != Reason.BELOW_THRESHOLD.label:
             return "without a split overlap only costs; leave it off"
         found = [

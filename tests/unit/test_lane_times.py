@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,16 +128,17 @@ def test_captured_lanes(runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPat
         made = attention.plan(meta, plan.num_rows, cache.shape[1], runner.model.dtype, 1)
         plan.__dict__.update(vars(made))
 
-    def captured(work: Callable[[], object]) -> Any:
-        captures.append(work)
-        work()
-        return SimpleNamespace(replay=work)
+    class Pool:
+        def capture(self, work: Callable[[], object]) -> Any:
+            captures.append(work)
+            work()
+            return SimpleNamespace(replay=work)
 
     monkeypatch.setattr(type(attention), "decode_plan", staticmethod(decode_plan))
     monkeypatch.setattr(type(attention), "update", staticmethod(update))
-    monkeypatch.setattr(lane_times, "captured", captured)
+    monkeypatch.setattr(lane_times, "GraphPool", Pool)
     monkeypatch.setattr(lane_times, "SideStream", lambda device: lane_times.INLINE)
-    monkeypatch.setattr(runner, "graph_sizes", (16,))
+    monkeypatch.setattr(runner, "graph_config", replace(runner.graph_config, sizes=(16,)))
     found = calls(runner, monkeypatch)
     asked = TimeLanes(phase="decode", num_tokens=12, length=20, repeats=1, count=2)
     times = LaneTimes(runner, asked, limit)

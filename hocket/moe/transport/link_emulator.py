@@ -47,6 +47,7 @@ class LinkEmulator(Transport):
     name = "link_emulator"
     requires_padding = False  # an instance takes over its inner transport's, launch_blocks and, on a GPU, captures
     is_apart = True
+    max_sms = 0  # what it stands for takes none; the inner transfer is over before the emulated one
 
     def __init__(
         self,
