@@ -9,9 +9,11 @@ from pathlib import Path
 
 from hocket.config.backends import (
     ATTENTION,
+    EP_TRANSPORTS,
     EXPERTS,
     GPU_ATTENTION,
     GPU_EXPERTS,
+    GPU_TRANSPORTS,
     NCCL_TRANSPORTS,
     TRANSPORTS,
     check_device,
@@ -134,6 +136,7 @@ def _backends(options: Options, model: ModelConfig, transport: str, device: str)
     attention, experts = options.attention_backend, options.moe_backend
     check_device("attention backend", attention, device, GPU_ATTENTION, ATTENTION)
     check_device("experts backend", experts, device, GPU_EXPERTS, EXPERTS)
+    check_device("all2all backend", transport, device, GPU_TRANSPORTS, EP_TRANSPORTS)
     if not options.deterministic:
         return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
     if model.num_heads < 2:  # one task alone is computed by all threads, two by one each

@@ -13,7 +13,7 @@ from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
 from hocket.ubatch.lanes import Done, Pending, Queued, Work
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 HARD = OverlapError
 """After these the collectives of a step cannot be finished."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.trace.spans import Stage
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import T, Transfer
@@ -44,7 +44,7 @@ class KeptTransfers(Transport):
         self._kept = self._steps.setdefault(step, {})
         self._moves = moves
 
-    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         return self._given(Stage.DISPATCH, self.inner.prepare(x, topk_ids, topk_weights, layout))
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:

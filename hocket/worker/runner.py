@@ -27,6 +27,7 @@ from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
 from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import StepSizes
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
@@ -62,6 +63,8 @@ class Runner:
             config.model.moe.num_experts, mesh.ep_size, config.parallel.expert_placement_strategy
         )
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        self._transport = factory.transport
+        self._transport.open(StepSizes.of(config, len(mesh.node_ranks)))
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(
@@ -306,8 +309,9 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers."""
+        """End the ubatch workers, and give back what transfers took. All ranks together."""
         self.executor.close()
+        self._transport.close()
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""

@@ -23,7 +23,7 @@ from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.local import LocalTransport
 from hocket.ubatch.transfer import Transfer
 from hocket.worker import lane_times
-from hocket.worker.graphs import unlimited
+from hocket.worker.capture import unlimited
 from hocket.worker.lane_times import LaneTimes
 from hocket.worker.runner import Runner
 
