@@ -128,8 +128,10 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
         if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
             one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
     for one in found:
-        if one.strategy == SERIAL:
-            one.replay_us = _replay_us(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 2))
+        strategies.use(llm, one.strategy)
+        if one.cell.phase == "decode" and all(run["graphs"] for run in one.runs):
+            num_ubatches = 1 if one.strategy == SERIAL else llm.config.overlap.num_ubatches
+            one.replay_us = _replay_us(llm, one.cell, num_ubatches, _seed_of(one, sweep, sweep.repeats + 2))
     if DUAL_BATCH in sweep.strategies:
         for cell in cells:
             lanes = _lanes(llm, cell, sweep.repeats)
@@ -218,20 +220,13 @@ def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     return {"us": us, "bytes": ranks[0].bytes, "graphs": ranks[0].captured}
 
 
-def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
-    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
+def _replay_us(llm: LLM, cell: Cell, num_ubatches: int, seed: int) -> float:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest.
 
     What it takes less than a step is what the host adds.
     """
-    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
-    if cell.phase != "decode" or not size:
-        return None
-    strategies.use(llm, SERIAL)
-    llm.stats(reset=True)
+    size = fitting_size(llm.ranks[0]["graphs"]["sizes"], cell.num_tokens)
     _generate(llm, cell, seed)
-    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
-    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
-        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
     llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:
