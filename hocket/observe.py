@@ -16,16 +16,24 @@ from hocket.channel.messages import (
     GetSpans,
     GetStates,
     GetStats,
+    Lanes,
     RecordStates,
     RecordSteps,
+    SetThresholds,
     Spans,
     Stats,
+    TimeLanes,
     TimeReplays,
 )
 from hocket.engine import Engine
 from hocket.overlap.vote import StepPlan
 from hocket.trace.spans import Recorder
+from hocket.worker.graphs import name_of
 from hocket.worker.kernel_count import KernelCount
+from hocket.worker.lane_times import LaneTimes
+
+Measure = SetThresholds | TimeReplays | TimeLanes
+"""What is done while all ranks sleep."""
 
 
 class Observer:
@@ -37,7 +45,7 @@ class Observer:
         self._time_limit = time_limit
         self._kernels: KernelCount | None = None
         self._replay_us: float | None = None
-        self._asked_replays: TimeReplays | None = None
+        self._asked: list[Measure] = []  # for when all ranks sleep
 
     def answer(self, question: Any) -> FromRank | None:
         """What the front is told; None: nothing, it only gave an order. KeyError for what is none of `QUESTIONS`."""
@@ -48,13 +56,24 @@ class Observer:
         if self._kernels is not None:
             self._kernels.step(plan)
 
-    def rest(self) -> None:
-        """All ranks sleep: none of them waits for another one in a step. Replays are timed then, if they were asked
-        for."""
-        asked, self._asked_replays = self._asked_replays, None
-        if asked is not None:
-            with self._time_limit(f"replaying the CUDA graph of {asked.size} rows"):
-                self._replay_us = self._engine.runner.graphs[asked.size].replay_us(asked.count)
+    def rest(self) -> list[FromRank]:
+        """All ranks sleep, or are about to: none of them waits for another one in a step. What was asked for such a
+        time is done; returns what the front is told."""
+        asked, self._asked = self._asked, []
+        return [answer for order in asked if (answer := self._measure(order)) is not None]
+
+    def _measure(self, order: Measure) -> FromRank | None:
+        if isinstance(order, SetThresholds):
+            self._engine.set_thresholds(order.decode, order.prefill)
+            return None
+        if isinstance(order, TimeReplays):
+            with self._time_limit(f"replaying the {name_of(order.size, order.num_ubatches)}"):
+                graph = self._engine.runner.graphs[order.size, order.num_ubatches]
+                self._replay_us = graph.replay_us(order.count)
+            return None
+        times = LaneTimes(self._engine.runner, order, self._time_limit)
+        us = times.measure()
+        return Lanes(rank=self._rank, us=us, bytes=times.num_bytes, captured=times.captured)
 
     def _stats(self, question: GetStats) -> Stats:
         engine = self._engine
@@ -70,8 +89,9 @@ class Observer:
     def _count_kernels(self, order: CountKernels) -> None:
         self._kernels = KernelCount(order.phase, order.num_tokens)
 
-    def _time_replays(self, order: TimeReplays) -> None:
-        self._asked_replays, self._replay_us = order, None
+    def _when_resting(self, order: Measure) -> None:
+        self._asked.append(order)
+        self._replay_us = None
 
     def _record_steps(self, order: RecordSteps) -> None:
         self._engine.runner.executor.recorder = Recorder(order.phase, order.skip, order.num_steps)
@@ -90,7 +110,9 @@ class Observer:
     QUESTIONS: ClassVar[dict[type, Callable[[Observer, Any], FromRank | None]]] = {
         GetStats: _stats,
         CountKernels: _count_kernels,
-        TimeReplays: _time_replays,
+        SetThresholds: _when_resting,
+        TimeReplays: _when_resting,
+        TimeLanes: _when_resting,
         RecordSteps: _record_steps,
         GetSpans: _spans,
         RecordStates: _record_states,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -69,8 +70,6 @@ class RankProcess:
     def run(self) -> None:
         """Serve until Shutdown. Raises what ends the rank."""
         while self.running:
-            if self._observer is not None and self._sleeps():
-                self._observer.rest()
             for message in self.channel.receive(block=self._sleeps()):
                 self._handle(message)
             if self.running and self.engine is not None and not self._sleeps():
@@ -104,7 +103,17 @@ class RankProcess:
             )
         if self.lock_step and plan.is_finished:  # the same on all ranks: all go to sleep after this step
             self._wave += 1
+            self._rest()
             self._ask_wake(engine)
+        elif not self.lock_step and not engine.has_work:
+            self._rest()
+
+    def _rest(self) -> None:
+        """All ranks sleep, or are about to: what was asked for such a time is done."""
+        if self._observer is not None:
+            for answer in self._observer.rest():
+                self.channel.send(answer)
+            self.world.record.enter(RESTS)
 
     def _ask_wake(self, engine: Engine) -> None:
         if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:
@@ -119,6 +128,7 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
+            gc.unfreeze()
         self._observer = None
         if self._watchdog is not None:
             self._watchdog.close()
@@ -137,8 +147,12 @@ class RankProcess:
         order = self.ORDERS.get(type(message))
         if order is not None:
             order(self, engine, message)
-        elif (answer := observer.answer(message)) is not None:
+            return
+        answer = observer.answer(message)
+        if answer is not None:
             self.channel.send(answer)
+        if self._sleeps():
+            self._rest()
 
     def _add(self, engine: Engine, message: AddRequests) -> None:
         engine.add(message.requests)
@@ -175,6 +189,8 @@ class RankProcess:
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
         self._observer = Observer(self.engine, self.rank, partial(self._limit, config))
+        gc.collect()
+        gc.freeze()  # else a full collection, in the middle of serving, looks through all of it for some 100 ms
         self._watchdog = Watchdog(self.world.record, config.step_timeout_s, partial(self._end, self._stuck))
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)

@@ -25,7 +25,7 @@ from hocket.errors import HocketError
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.ubatch.transfer import Transfer
-from hocket.worker.graphs import captured, unlimited
+from hocket.worker.capture import GraphPool, unlimited
 from hocket.worker.runner import Runner
 
 Work = Callable[[], object]
@@ -94,11 +94,11 @@ def _timers(
     layout = TokenLayout.of(tokens, tokens, tokens, device)
     weights, ids = layer.router(x)
     sent = _moved(layer.transport.prepare(x, ids, weights, layout))
-    out = layer.experts(sent.x, sent.ids, sent.weights)
+    out = sent.through(layer.experts)
     work: dict[str, Work] = {
         "router": lambda: layer.router(x),
         "dispatch": lambda: _moved(layer.transport.prepare(x, ids, weights, layout)),
-        "experts": lambda: layer.experts(sent.x, sent.ids, sent.weights),
+        "experts": lambda: sent.through(layer.experts),
         "combine": lambda: _moved(layer.transport.finalize(out, sent.handle)),
         "layer": lambda: layer(x, layout),
     }
@@ -109,7 +109,7 @@ def _timers(
     timers: dict[str, Callable[[], float]] = {}
     for part, call in work.items():
         calls = partial(_repeat, call, rounds)
-        replay = calls if part in eager else captured(calls).replay
+        replay = calls if part in eager else GraphPool().capture(calls).replay
         timers[part] = _by_events(replay, rounds)
     return timers, eager
 

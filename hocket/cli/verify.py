@@ -33,9 +33,9 @@ def verify(
     ] = False,
     output: Annotated[str | None, typer.Option(help="also write the result to this JSON file")] = None,
 ) -> None:
-    """Check that overlap changes no answer: the same prompts, greedily, with it off and on, on every transport.
+    """Check that overlap changes no answer: the same prompts, greedily, with it off and on.
 
-    Overlap off, two ubatches and three (and --ubatch-size), on each transport that runs here or the one that
+    Overlap off, two ubatches and three (and --ubatch-size), on both transports that run everywhere or the one that
     --all2all-backend names; at last off and two on ranks that were started anew. Each is compared with the first. The
     prompts differ in length, so that prefills, chunked prefills, decodes and steps of both are split; thresholds are
     lowered for that. A kind of step that was never split is a failure of its own: equal answers would prove nothing.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from hocket.config.backends import (
     ATTENTION,
+    EP_TRANSPORTS,
     EXPERTS,
     GPU_ATTENTION,
     GPU_EXPERTS,
+    GPU_TRANSPORTS,
+    NCCL_TRANSPORTS,
     TRANSPORTS,
     check_device,
     check_invariant,
@@ -17,16 +21,16 @@ from hocket.config.backends import (
 from hocket.config.devices import num_gpus
 from hocket.config.engine import (
     CacheConfig,
-    EmulatedLink,
     EngineConfig,
     OverlapConfig,
     ParallelConfig,
     SchedulerConfig,
 )
 from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_sizes
+from hocket.config.link import ALONE, emulated_link
 from hocket.config.model import ModelConfig
-from hocket.config.options import Options
-from hocket.envs import FORCE_SPLIT
+from hocket.config.options import MAX_NCCL_CTAS, Options
+from hocket.envs import DBO_COMM_SMS, DBO_GREEN_CONTEXT, FORCE_SPLIT
 from hocket.errors import ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
@@ -35,7 +39,6 @@ DEFAULT_BLOCK = 16
 LATENT_GPU_BLOCK = 64
 Why = dict[str, str]
 """By option: why it became the value that it has, of those that need not keep the value they were given."""
-_ALONE = "without enable_expert_parallel and data_parallel_size over 1"
 
 
 def model_folder(name: str) -> Path:
@@ -66,6 +69,7 @@ def resolve_and_say(options: Options, gpus: int | None = None) -> tuple[EngineCo
     parallel = _parallel(options, model.moe.top_k, why)
     scheduler = _scheduler(options, model, why)
     attention, experts = _backends(options, model, parallel.all2all_backend, device, why)
+    overlap = _overlap(options, why)
     config = EngineConfig(
         model_path=str(folder),
         model=model,
@@ -76,7 +80,7 @@ def resolve_and_say(options: Options, gpus: int | None = None) -> tuple[EngineCo
         attention_backend=attention,
         moe_backend=experts,
         deterministic=options.deterministic,
-        parallel=parallel,
+        parallel=replace(parallel, max_nccl_ctas=_nccl_ctas(parallel, overlap, device, why)),
         async_scheduling=_async_scheduling(options, device, why),
         scheduler=scheduler,
         cache=CacheConfig(
@@ -85,8 +89,8 @@ def resolve_and_say(options: Options, gpus: int | None = None) -> tuple[EngineCo
             memory_utilization=options.gpu_memory_utilization,
             memory_bytes=options.kv_cache_memory_bytes,
         ),
-        overlap=_overlap(options, why),
-        graphs=_graphs(options, device, scheduler.max_num_seqs, why),
+        overlap=overlap,
+        graphs=_graphs(options, device, scheduler.max_num_seqs, overlap, why),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
     )
@@ -151,6 +155,7 @@ def _backends(options: Options, model: ModelConfig, transport: str, device: str,
     attention, experts = options.attention_backend, options.moe_backend
     check_device("attention backend", attention, device, GPU_ATTENTION, ATTENTION)
     check_device("experts backend", experts, device, GPU_EXPERTS, EXPERTS)
+    check_device("all2all backend", transport, device, GPU_TRANSPORTS, EP_TRANSPORTS)
     if not options.deterministic:
         why["attention_backend"] = f"the default on {device}"
         return ("sdpa" if attention == "auto" and device == "cpu" else attention), experts
@@ -168,7 +173,7 @@ def _parallel(options: Options, top_k: int, why: Why) -> ParallelConfig:
     shared = options.enable_expert_parallel and options.data_parallel_size > 1
     if not shared:
         if options.all2all_backend != "auto":
-            raise ConfigError("all2all_backend", options.all2all_backend, "auto", where=_ALONE)
+            raise ConfigError("all2all_backend", options.all2all_backend, "auto", where=ALONE)
         backend = "local"
         why["enable_expert_parallel"] = "one rank has nobody to share experts with"
         why["all2all_backend"] = "each rank has all experts, so nothing moves"
@@ -181,7 +186,7 @@ def _parallel(options: Options, top_k: int, why: Why) -> ParallelConfig:
         enable_expert_parallel=shared,
         all2all_backend=backend,
         expert_placement_strategy=options.expert_placement_strategy,
-        emulated_link=_emulated_link(options, shared),
+        emulated_link=emulated_link(options, shared),
         max_nccl_ctas=options.max_nccl_ctas,
     )
 
@@ -196,15 +201,13 @@ def _transport(others: int, top_k: int, why: Why) -> str:
     return "allgather_reducescatter" if are_few else "torch"
 
 
-def _emulated_link(options: Options, shared: bool) -> EmulatedLink | None:
-    if options.emulate_link_gb_per_s is None:
-        if options.emulate_link_latency_us:
-            latency_us = options.emulate_link_latency_us
-            raise ConfigError("emulate_link_latency_us", latency_us, "0", where="without emulate_link_gb_per_s")
-        return None
-    if not shared:
-        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it", where=_ALONE)
-    return EmulatedLink(gb_per_s=options.emulate_link_gb_per_s, latency_us=options.emulate_link_latency_us)
+def _nccl_ctas(parallel: ParallelConfig, overlap: OverlapConfig, device: str, why: Why) -> int | None:
+    """A group's share is fixed when it is made: with overlap it is what split steps leave to it, if none was given."""
+    moves_by_nccl = device != "cpu" and parallel.all2all_backend in NCCL_TRANSPORTS and parallel.emulated_link is None
+    if parallel.max_nccl_ctas is not None or overlap.num_ubatches == 1 or not moves_by_nccl or overlap.comm_sms == 0:
+        return parallel.max_nccl_ctas
+    why["max_nccl_ctas"] = f"what split steps leave to transfers ({DBO_COMM_SMS.name})"
+    return min(overlap.comm_sms, MAX_NCCL_CTAS)
 
 
 def _overlap(options: Options, why: Why) -> OverlapConfig:
@@ -217,7 +220,7 @@ def _overlap(options: Options, why: Why) -> OverlapConfig:
     why["ubatch_size"] = f"{FORCE_SPLIT.name} is set" if forced > 1 else "two with enable_dbo"
     if asked > 1 and not (options.enable_expert_parallel and options.data_parallel_size > 1):
         field = "enable_dbo" if options.enable_dbo else "ubatch_size"
-        raise ConfigError(field, getattr(options, field), "off", where=_ALONE)
+        raise ConfigError(field, getattr(options, field), "off", where=ALONE)
     if num_ubatches > 1:
         for name in ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"):
             if getattr(options, name) < num_ubatches and forced < 2:
@@ -232,11 +235,13 @@ def _overlap(options: Options, why: Why) -> OverlapConfig:
         force_split=forced > 1,
         cut=options.ubatch_cut,
         executor=executor,
+        comm_sms=DBO_COMM_SMS.get_int(0),
+        use_green_context=DBO_GREEN_CONTEXT.get_one_of("0", "1") == "1",
     )
 
 
-def _graphs(options: Options, device: str, max_num_seqs: int, why: Why) -> GraphConfig:
-    """Sizes as asked for, or by rule; none on a CPU."""
+def _graphs(options: Options, device: str, max_num_seqs: int, overlap: OverlapConfig, why: Why) -> GraphConfig:
+    """Sizes as asked for, or by rule; none on a CPU. Split ones where a step of so many tokens could be split."""
     if options.cudagraph_capture_sizes is not None:
         if (most := options.max_cudagraph_capture_size) is not None:
             raise ConfigError("max_cudagraph_capture_size", most, "nothing", where="with cudagraph_capture_sizes")
@@ -249,7 +254,11 @@ def _graphs(options: Options, device: str, max_num_seqs: int, why: Why) -> Graph
         sizes = ()
         reason = "a CPU has no CUDA graphs" if device == "cpu" else "enforce_eager"
     why["cudagraph_capture_sizes"] = reason
-    return GraphConfig(sizes=sizes, capture_timeout_s=options.capture_timeout)
+    split_sizes: tuple[int, ...] = ()
+    if overlap.num_ubatches > 1 and options.split_graphs:
+        least = overlap.num_ubatches if overlap.force_split else overlap.decode_token_threshold
+        split_sizes = tuple(size for size in sizes if size >= least)
+    return GraphConfig(sizes=sizes, split_sizes=split_sizes, capture_timeout_s=options.capture_timeout)
 
 
 def _scheduler(options: Options, model: ModelConfig, why: Why) -> SchedulerConfig:

@@ -16,7 +16,7 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
 from hocket.moe.side import INLINE, Side
-from hocket.moe.transport.base import Dispatched, Transport
+from hocket.moe.transport.base import Received, Transport
 from hocket.trace import spans
 from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
@@ -104,7 +104,7 @@ class _Call:
         self._ready = ubatch.mark()  # of what is sent next
         self._is_joining = is_joining
         self._last: Running[Any] | None = None
-        self._dispatch: Running[Dispatched]
+        self._dispatch: Running[Received]
         self._sums: Transfer[Tensor]
         self._combine: Running[Tensor]
         self._shared: Callable[[], Tensor | None] = _nothing
@@ -141,9 +141,9 @@ class _Call:
 
     def _compute_experts(self) -> None:
         sent = self._dispatch.finish(Stage.EXPERTS)
-        out = self._attempt(lambda: self._layer.experts(sent.x, sent.ids, sent.weights))
+        out = self._attempt(lambda: sent.through(self._layer.experts))
         spans.begin(Stage.COMBINE)
-        self._sums = self._layer.transport.finalize(torch.zeros_like(sent.x) if out is None else out, sent.handle)
+        self._sums = self._layer.transport.finalize(sent.nothing() if out is None else out, sent.handle)
         self._ready = ubatch.mark()
 
     def _send_back(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hocket.bench.overlap import check_ranks, refuse_forced_split
-from hocket.config.backends import EP_TRANSPORTS
+from hocket.config.backends import NCCL_TRANSPORTS
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError
@@ -61,7 +61,7 @@ def configurations(options: Options, work: Workload) -> tuple[list[Configuration
     first = config.parallel.all2all_backend
     transports = [first]
     if options.all2all_backend == "auto":
-        transports += [name for name in EP_TRANSPORTS if name != first]
+        transports += [name for name in NCCL_TRANSPORTS if name != first]
     sizes = sorted({*NUM_UBATCHES, options.ubatch_size} - {0, 1})
     made: list[Configuration] = []
     skipped: list[str] = []

@@ -21,7 +21,7 @@ LAYERS = [
     ("hocket.processor", "hocket.prompt", "hocket.generation_config", "hocket.engine", "hocket.dist.launcher"),
     ("hocket.worker",),
     ("hocket.overlap.executor", "hocket.overlap.views"),
-    ("hocket.overlap.thread_state",),
+    ("hocket.overlap.thread_state", "hocket.overlap.sm_limits"),
     ("hocket.models",),
     ("hocket.attention", "hocket.moe"),
     ("hocket.cache.storage",),
@@ -36,6 +36,8 @@ LAYERS = [
         "hocket.overlap.cost",
         "hocket.overlap.failure",
         "hocket.overlap.schedule",
+        "hocket.overlap.sm_budget",
+        "hocket.overlap.green_stream",
     ),
     ("hocket.scheduler",),
     ("hocket.cache",),
@@ -90,6 +92,9 @@ WITH_TORCH = [
     "hocket.overlap.views",
     "hocket.overlap.executor",
     "hocket.overlap.thread_state",
+    "hocket.overlap.sm_limits",
+    "hocket.overlap.green_stream",
+    "hocket.ubatch.stamps",
     "hocket.ubatch.stream_lane",
 ]
 
