@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.bench import strategies
-from hocket.bench.cells import PHASES, Cell, sweep_of
+from hocket.bench.attached import Attached, recording
+from hocket.bench.cells import PHASES, SPARE_STEPS, Cell, sweep_of
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, provenance
 from hocket.bench.requests import generate_random
@@ -62,8 +63,11 @@ class Sweep:
     reuse_prompts: bool = False
 
 
-def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
-    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+def run(
+    options: Options, sweep: Sweep, *, output: str | None, trace: str | None = None, trace_steps: int = 1
+) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON. trace: one
+    more run of each cell, which is not measured, is recorded into files of this name."""
     check_output(output)
     batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
     cells = sweep_of(
@@ -74,6 +78,8 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
+    parts = _trace_parts(cells, sweep.strategies)
+    attached = Attached.asked(trace, trace_steps, options, parts)
     with changed(options, sweep.slice_of_ep, sweep.num_layers, sweep.num_dense_layers) as (shaped, slice_of):
         engine_options = _engine_options(shaped, sweep, cells, batched, slice_of)
         config = resolve(engine_options)
@@ -82,6 +88,8 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
             found = _all_measured(llm, cells, sweep)
+            if attached is not None:
+                _trace(llm, sweep, attached, parts)
             ranks = llm.ranks
     model = options.model if slice_of is None else published_name(config.model, options.model)
     about = {"model": model, "slice": slice_of and slice_of.as_row(), "reused_prompts": sweep.reuse_prompts}
@@ -202,6 +210,24 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     _generate(llm, cell, seed)
     found: dict[str, Any] | None = llm.stats()[0]["kernels"]
     return found
+
+
+def _trace_parts(cells: Sequence[Cell], chosen: Sequence[str]) -> dict[str, tuple[Cell, str]]:
+    """What is recorded, cell and strategy, by what the files' names have at their end where there are several."""
+    return {
+        f"-{cell.phase}-{cell.num_tokens}" * (len(cells) > 1) + f"-{strategy}" * (len(chosen) > 1): (cell, strategy)
+        for cell in cells
+        for strategy in chosen
+    }
+
+
+def _trace(llm: LLM, sweep: Sweep, attached: Attached, parts: dict[str, tuple[Cell, str]]) -> None:
+    """By one more run of each, without the first steps of its kind, which are of fewer tokens or cold."""
+    for part, (cell, strategy) in parts.items():
+        strategies.use(llm, strategy)
+        what = f"{cell.phase} of {cell.num_tokens} tokens, {strategy}, in bench step"
+        with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=part):
+            _generate(llm, cell, _seed_of(cell, sweep, sweep.repeats + 3))
 
 
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:

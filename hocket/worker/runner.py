@@ -26,6 +26,7 @@ from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
+from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import StepSizes
 from hocket.moe.transport.link_emulator import LinkEmulator
@@ -37,6 +38,7 @@ from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 from hocket.worker import split_worth
 from hocket.worker.capture import TimeLimit
+from hocket.worker.expert_load import ExpertLoad
 from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
@@ -83,6 +85,7 @@ class Runner:
         self.load_report = self._load(placement, on_progress)
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
+        self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
@@ -237,6 +240,7 @@ class Runner:
         """
         if self._states is not None:
             self._states.begin_step(batch, ubatches)
+        self.expert_load.begin_step(plan.step)
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
