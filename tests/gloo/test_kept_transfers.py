@@ -13,12 +13,12 @@ from ranks import RankEnv, RankPool
 from test_transports import HIDDEN, make_layer
 from torch import Tensor
 
+from hocket.config.backends import NCCL_TRANSPORTS
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.moe.transport.link_emulator import LinkEmulator
-from hocket.moe.transport.registry import TRANSPORTS
 from hocket.worker.kept_transfers import KeptTransfers, transfers_kept
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def check(env: RankEnv, name: str, is_emulated: bool) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 def test_each_lane_alone(pool: RankPool, name: str, is_emulated: bool) -> None:
     for in_steps, in_compute, alone in pool.run(check, name, is_emulated):
         assert in_steps > 0
