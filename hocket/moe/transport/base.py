@@ -119,11 +119,13 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class SentBytes:
-    """To other ranks, there and back; received: what the rows take that came, if the others send alike."""
+    """To other ranks, there and back; received: what the rows take that came, if the others send alike; reserved: what
+    the transport holds all the time, if steps are no larger."""
 
     dispatch: int
     combine: int
     received: int
+    reserved: int = 0
 
 
 class Transport(ABC):

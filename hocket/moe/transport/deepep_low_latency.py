@@ -192,6 +192,7 @@ class DeepEPLowLatency(Transport):
             dispatch=num_sent * _dispatched_bytes(tokens.hidden_size, tokens.dtype),
             combine=num_sent * row_bytes,
             received=num_places * row_bytes,
+            reserved=_reserved_bytes(tokens.hidden_size, num_places),
         )
 
     @property
@@ -209,6 +210,12 @@ class DeepEPLowLatency(Transport):
         if missing == 0:
             return expert_out.contiguous()
         return torch.cat((expert_out, expert_out.new_empty(missing, *expert_out.shape[1:])))
+
+
+def _reserved_bytes(hidden_size: int, num_places: int) -> int:
+    """What the library asks for: two areas to send from and two to receive in, of as many rows in bf16 as there are
+    places on all ranks, each with two numbers per 128 columns."""
+    return 4 * num_places * (hidden_size * 2 + hidden_size // 128 * 4)
 
 
 def _dispatched_bytes(hidden_size: int, dtype: torch.dtype) -> int:
