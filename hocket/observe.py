@@ -28,6 +28,7 @@ from hocket.channel.messages import (
 from hocket.engine import Engine
 from hocket.overlap.vote import StepPlan
 from hocket.trace.spans import Recorder
+from hocket.worker.graphs import name_of
 from hocket.worker.kernel_count import KernelCount
 from hocket.worker.lane_times import LaneTimes
 
@@ -66,8 +67,9 @@ class Observer:
             self._engine.set_thresholds(order.decode, order.prefill)
             return None
         if isinstance(order, TimeReplays):
-            with self._time_limit(f"replaying the CUDA graph of {order.size} rows"):
-                self._replay_us = self._engine.runner.graphs[order.size].replay_us(order.count)
+            with self._time_limit(f"replaying the {name_of(order.size, order.num_ubatches)}"):
+                graph = self._engine.runner.graphs[order.size, order.num_ubatches]
+                self._replay_us = graph.replay_us(order.count)
             return None
         times = LaneTimes(self._engine.runner, order, self._time_limit)
         us = times.measure()

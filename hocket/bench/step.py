@@ -118,7 +118,7 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
     for repeat in range(sweep.repeats + 1):
         for one in list(found):
             strategies.use(llm, one.strategy)
-            one.runs.append(_measure(llm, one.cell, _seed_of(one.cell, sweep, repeat)))
+            one.runs.append(_measure(llm, one.cell, _seed_of(one, sweep, repeat)))
             if (why := _other_than_asked(one)) is not None:
                 print(f"{one.strategy} of a {one.cell.phase} of {one.cell.num_tokens} tokens: {why}", file=sys.stderr)
                 found.remove(one)
@@ -126,10 +126,10 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
         del one.runs[0]  # it warmed up
         strategies.use(llm, one.strategy)
         if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
-            one.kernels = _kernels(llm, one.cell, _seed_of(one.cell, sweep, sweep.repeats + 1))
+            one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
     for one in found:
         if one.strategy == SERIAL:
-            one.replay_us = _replay_us(llm, one.cell, _seed_of(one.cell, sweep, sweep.repeats + 2))
+            one.replay_us = _replay_us(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 2))
     if DUAL_BATCH in sweep.strategies:
         for cell in cells:
             lanes = _lanes(llm, cell, sweep.repeats)
@@ -140,8 +140,11 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
     return found
 
 
-def _seed_of(cell: Cell, sweep: Sweep, repeat: int) -> int:
-    return 0 if sweep.reuse_prompts and cell.phase == "decode" else repeat + 1
+def _seed_of(one: Measured, sweep: Sweep, repeat: int) -> int:
+    """Prompts that no run had before, also of another strategy; or always the same ones."""
+    if sweep.reuse_prompts and one.cell.phase == "decode":
+        return 0
+    return repeat * len(sweep.strategies) + sweep.strategies.index(one.strategy) + 1
 
 
 def _generate(llm: LLM, cell: Cell, seed: int) -> None:
@@ -224,8 +227,12 @@ def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
     if cell.phase != "decode" or not size:
         return None
     strategies.use(llm, SERIAL)
+    llm.stats(reset=True)
     _generate(llm, cell, seed)
-    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS))
+    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
+    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
+        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
+    llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:
         ranks = llm.stats()

@@ -59,11 +59,12 @@ class CountKernels(ToRank):
 
 
 class TimeReplays(ToRank):
-    """Replay the CUDA graph of `size` rows `count` times, back to back and over what its last step left; Stats will
-    have the µs of one. For all ranks at once, none of which may have requests."""
+    """Replay the CUDA graph of `size` rows in so many ubatches `count` times, back to back and over what its last step
+    left; Stats will have the µs of one. For all ranks at once, none of which may have requests."""
 
     size: int
     count: int
+    num_ubatches: int = 1
 
 
 class SetThresholds(ToRank):

@@ -88,7 +88,11 @@ def step(
     sweep = Sweep(
         tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
         phases=names("phase", phase, PHASES),
-        strategies=names("strategies", strategies, STRATEGIES) if strategies else default_strategies(options),
+        strategies=(
+            tuple(dict.fromkeys(names("strategies", strategies, STRATEGIES)))
+            if strategies is not None
+            else default_strategies(options)
+        ),
         context=context,
         num_steps=num_steps,
         num_prefill_steps=num_prefill_steps,

@@ -142,6 +142,12 @@ class Options:
         group="Overlap",
         choices=("auto", *EXECUTORS),
     )
+    split_graphs: bool = _option(
+        True,
+        help="capture decode steps as ubatches too, from the threshold on; without, decodes that have a CUDA graph run "
+        "whole (no_split_graph)",
+        group="Overlap",
+    )
     emulate_link_gb_per_s: float | None = _option(
         None,
         help="stretch transfers to a link of this bandwidth (for demonstrations)",

@@ -84,7 +84,7 @@ def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
             memory_bytes=options.kv_cache_memory_bytes,
         ),
         overlap=overlap,
-        graphs=_graphs(options, device, scheduler.max_num_seqs),
+        graphs=_graphs(options, device, scheduler.max_num_seqs, overlap),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
     )
@@ -237,8 +237,8 @@ def _overlap(options: Options) -> OverlapConfig:
     )
 
 
-def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
-    """Sizes as asked for, or by rule; none on a CPU."""
+def _graphs(options: Options, device: str, max_num_seqs: int, overlap: OverlapConfig) -> GraphConfig:
+    """Sizes as asked for, or by rule; none on a CPU. Split ones where a step of so many tokens could be split."""
     if options.cudagraph_capture_sizes is not None:
         if (most := options.max_cudagraph_capture_size) is not None:
             raise ConfigError("max_cudagraph_capture_size", most, "nothing", where="with cudagraph_capture_sizes")
@@ -247,7 +247,11 @@ def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
         sizes = captured_sizes(min(options.max_cudagraph_capture_size or LARGEST, max_num_seqs))
     if device == "cpu" or options.enforce_eager:
         sizes = ()
-    return GraphConfig(sizes=sizes, capture_timeout_s=options.capture_timeout)
+    split_sizes: tuple[int, ...] = ()
+    if overlap.num_ubatches > 1 and options.split_graphs:
+        least = overlap.num_ubatches if overlap.force_split else overlap.decode_token_threshold
+        split_sizes = tuple(size for size in sizes if size >= least)
+    return GraphConfig(sizes=sizes, split_sizes=split_sizes, capture_timeout_s=options.capture_timeout)
 
 
 def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:

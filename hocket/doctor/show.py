@@ -156,8 +156,10 @@ def _choice(config: dict[str, Any], choice: dict[str, Any] | None) -> Iterator[R
     overlap = "off" if config["executor"] is None else f"{config['num_ubatches']} ubatches, {config['executor']}"
     yield "overlap", overlap
     if config["graph_sizes"]:
-        sizes = config["graph_sizes"]
-        yield "graphs", f"for decode steps, {len(sizes)} sizes to {sizes[-1]} tokens, if all backends can be captured"
+        sizes, split = config["graph_sizes"], config["split_graph_sizes"]
+        also = f", {len(split)} also as ubatches" if split else ""
+        which = f"for decode steps, {len(sizes)} sizes to {sizes[-1]} tokens{also}"
+        yield "graphs", f"{which}, if all backends can be captured"
     if choice is None or "experts" not in choice:
         return
     yield "backends", f"attention {choice['attention']}, experts {choice['experts']}, kernels {choice['kernels']}"

@@ -49,7 +49,12 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
     found["memory"] = memory(config, free_bytes, *rooms)
     found["backends"] = _backends(config, found["memory"])
     uncapturable = _uncapturable(config, found["backends"]) if config.graphs.sizes else []
-    found["graphs"] = {"sizes": list(config.graphs.sizes), "uncapturable": uncapturable}
+    graphs = config.graphs
+    found["graphs"] = {
+        "sizes": list(graphs.sizes),
+        "split_sizes": list(graphs.split_sizes),
+        "uncapturable": uncapturable,
+    }
     overlap, captures = config.overlap, bool(config.graphs.sizes) and not uncapturable
     if overlap.num_ubatches > 1:
         found |= {

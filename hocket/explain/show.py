@@ -93,6 +93,8 @@ def _ranks(found: dict[str, Any]) -> Iterator[Row]:
         yield "graphs", f"none: {' and '.join(uncapturable)} cannot be captured"
     elif sizes:
         yield "graphs", f"of decode steps of {', '.join(map(str, sizes))} requests ({len(sizes)} to capture at start)"
+        if split := found["graphs"]["split_sizes"]:
+            yield "", f"and as {found['num_ubatches']} ubatches from {split[0]} on ({len(split)} more)"
     else:
         yield "graphs", "none"
 

@@ -20,6 +20,7 @@ from hocket import envs
 from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.channel.messages import TimeLanes
+from hocket.config.graphs import fitting_size
 from hocket.dist.collectives import gather_texts
 from hocket.errors import CapacityError
 from hocket.host import sent
@@ -30,7 +31,7 @@ from hocket.overlap.cost import TokenCost, wished_cuts
 from hocket.overlap.slices import Cut, cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.graphs import TimeLimit, captured
+from hocket.worker.capture import GraphPool, TimeLimit
 from hocket.worker.inputs import build_inputs
 from hocket.worker.kept_transfers import KeptTransfers, transfers_kept
 from hocket.worker.made_batch import decode_lens, made_batch, num_blocks_of, prompt_lens
@@ -61,7 +62,7 @@ class LaneTimes:
         self._runner, self._asked, self._limit = runner, asked, time_limit
         self._model, self._caches, self._device = runner.model, runner.kv_caches, runner.mesh.device
         self._layers = [module for module in runner.model.modules() if isinstance(module, MoELayer)]
-        self.captured = asked.phase == "decode" and bool(runner.graph_sizes)
+        self.captured = asked.phase == "decode" and fitting_size(runner.graph_config.sizes, asked.num_tokens) > 0
         self.num_bytes: dict[str, int] = {}
         batch = self._batch()
         self._last_rows = _last_rows(batch, self._device)
@@ -102,7 +103,7 @@ class LaneTimes:
             work()
             return work
         with self._side(step):
-            return captured(work).replay
+            return GraphPool().capture(work).replay
 
     def _run(self, parts: tuple[UBatchInputs, ...]) -> None:
         """A step as the engine runs it without a graph."""

@@ -123,14 +123,25 @@ def test_strategies_beside_their_bound() -> None:
         assert dual["floor"]["bytes"] > dual["floor"]["unsplit"]["bytes"] == serial["floor"]["bytes"]
 
 
+def test_every_prefill_is_computed_though_decodes_find_their_prompts() -> None:
+    cells = ("--tokens-per-gpu", "4", "--phase", "prefill", "--repeats", "1", "--strategies", "serial,dual_batch")
+    serial, dual = report_of("step", "--model", "tiny", *RANKS, *STEPS, *cells, "--reuse-prompts")["rows"]
+    assert (
+        serial["computed_prompt_tokens"]
+        == dual["computed_prompt_tokens"]
+        == serial["prompt_len"] * serial["num_requests"]
+    )
+
+
 def test_what_cannot_be_split_is_said_and_left_out() -> None:
-    few = ("--tokens-per-gpu", "1", "--phase", "decode", "--repeats", "1", "--strategies", "serial,dual_batch")
+    few = ("--tokens-per-gpu", "1", "--phase", "decode", "--repeats", "1", "--strategies", "serial,dual_batch,serial")
     code, out, err = bench("step", "--model", "tiny", *RANKS, *STEPS, *few)
     assert code == 0
     (row,) = json.loads(out.splitlines()[-1])["rows"]
     assert (row["strategy"], row["serial_us"]) == ("serial", row["step_us"])
     assert "dual_batch of a decode of 1 tokens: 0 of" in err
     assert "below_threshold" in err
+    assert "overlap is on" not in err, "the benchmark itself says what is split"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Stack(nn.Module):
             assert isinstance(layer, MoELayer)
             layer.transport = transport
 
-    def forward(self, inputs: Any, kv_cache: list[Tensor]) -> Tensor:
+    def forward(self, inputs: Any, kv_cache: list[Tensor], plan: Any = None) -> Tensor:
         x = inputs.x
         for layer in self.layers:
             spans.begin(Stage.QKV)

@@ -186,7 +186,7 @@ class Case:
     def check_end(self) -> None:
         """Compute comes after all transfers of all ubatches."""
         assert len(self.transport.sent) == 2 * self.num_ubatches * len(self.bench.layers)
-        assert {launch for launch in self.cuda.ran if launch.part} <= self.compute.known
+        assert {launch for launch in self.cuda.ran if isinstance(launch, Launch) and launch.part} <= self.compute.known
         assert len(self.used) > 2 * len(self.transport.sent) or self.transport.inner.name != "torch"
         assert len(self.used) >= 2 * len(self.transport.sent)
 
@@ -235,6 +235,18 @@ def test_what_runs_beside_each_transfer(bench: Bench, name: str, kind: str, monk
             beside = {x for x in case.cuda.beside(case.last_part(stage, ubatch, layer)) if not x.part}
             found = [{(x.stage, x.layer - layer) for x in beside if x.ubatch == who} for who in (ubatch, 1 - ubatch)]
             assert found == [own, others], (stage, ubatch, layer)
+
+
+def test_what_is_captured_forks_from_one_stream_and_joins_it(case: Case) -> None:
+    """Else a graph would miss the transfers, or could not be ended."""
+    with case.cuda.stream(case.compute):
+        case.cuda.run("begin")
+        found = case.bench.run_captured(case.executor, case.num_ubatches)
+    torch.testing.assert_close(found, case.expected, atol=1e-5, rtol=0)
+    case.check_end()
+    transfers = [ran for launch, ran in case.cuda.ran.items() if launch != "begin"]
+    assert len(transfers) >= len(case.transport.sent)
+    assert all(ran.stream is not case.compute and "begin" in ran.after for ran in transfers)
 
 
 @pytest.mark.parametrize("stage", ["attention", "experts"])
