@@ -83,6 +83,8 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
+            self._transport.send_fp8()
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
         self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
