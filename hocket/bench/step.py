@@ -227,7 +227,7 @@ def _trace(llm: LLM, sweep: Sweep, attached: Attached, parts: dict[str, tuple[Ce
         strategies.use(llm, strategy)
         what = f"{cell.phase} of {cell.num_tokens} tokens, {strategy}, in bench step"
         with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=part):
-            _generate(llm, cell, _seed_of(cell, sweep, sweep.repeats + 3))
+            _generate(llm, cell, _seed_of(Measured(cell, strategy), sweep, sweep.repeats + 3))
 
 
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
