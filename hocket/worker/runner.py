@@ -83,6 +83,8 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
+            self._transport.send_fp8()
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
         self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
@@ -104,17 +106,17 @@ class Runner:
             budget_of(self.model, factory.transport, config, mesh.device),
         )
         try:
-            self._allocate(dtype, time_limit)
+            self._allocate(dtype, on_progress, time_limit)
             self._capture(on_progress, time_limit)
         except BaseException:
             self.executor.close()
             raise
 
-    def _allocate(self, dtype: torch.dtype, time_limit: TimeLimit) -> None:
+    def _allocate(self, dtype: torch.dtype, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         """The KV cache, and the ids that the last step sampled, where the next one may need them."""
         config, device, block_size = self.config, self.mesh.device, self.config.cache.block_size
         block_bytes = bytes_per_block(config.model, dtype, block_size)
-        free_bytes = self._free_bytes(time_limit)
+        free_bytes = self._free_bytes(on_progress, time_limit)
         self.num_blocks = num_cache_blocks(config, block_bytes, free_bytes, self._ranks_per_device())
         self.cache_bytes = self.num_blocks * block_bytes
         num_allocated = self.num_blocks + bool(self.graph_config.sizes)  # the last one is the padding rows'
@@ -136,10 +138,9 @@ class Runner:
             executor=self.executor,
             num_ubatches=self.config.overlap.num_ubatches,
         )
-        progress = partial(on_progress, "capture")
-        self.graphs.capture(parts, self.graph_config, time_limit, progress)
+        self.graphs.capture(parts, self.graph_config, time_limit, partial(on_progress, "capture"))
         if sizes := self.graph_config.split_sizes:
-            compared = split_worth.compare(self.graphs, parts, sizes, time_limit)
+            compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
                 split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
 
@@ -173,12 +174,13 @@ class Runner:
             self.model, self.config.model_path, on_progress=lambda done, total: on_progress("load", done, total)
         )
 
-    def _free_bytes(self, time_limit: TimeLimit) -> int:
+    def _free_bytes(self, on_progress: OnProgress, time_limit: TimeLimit) -> int:
         """What the KV cache may take a share of: on a GPU what the largest step leaves."""
         device = self.mesh.device
         if device.type == "cpu":
             return available_bytes(device)
-        needed = step_bytes(self.model, self.executor, self.config, device, time_limit)
+        progress = partial(on_progress, "warm up")
+        needed = step_bytes(self.model, self.executor, self.config, device, time_limit, progress)
         torch.cuda.empty_cache()
         return available_bytes(device) - needed
 
