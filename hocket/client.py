@@ -29,7 +29,7 @@ from hocket.channel.messages import (
 from hocket.config.engine import EngineConfig
 from hocket.dist.launcher import RankGroup
 from hocket.errors import ConfigError, RankLost, UBatchFailed
-from hocket.outputs import RequestOutput
+from hocket.outputs import RequestOutput, TokenOutput
 from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
@@ -48,8 +48,37 @@ class RankLoad:
     busy_since: float = 0.0
 
 
+@dataclass(slots=True)
+class _Placed:
+    """Where an engine request is, and the tokens that its rank still counts for it."""
+
+    rank: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A step whose results were worthless, and the user's requests that lost a completion by it. is_cause: it failed on
+    the rank that reports it; the other ranks report the same step."""
+
+    message: str
+    is_cause: bool
+    requests: list[RequestOutput]
+
+
 class EngineClient:
-    """Requests in, RequestOutputs out, over a configured RankGroup."""
+    """Requests in, RequestOutputs out, over a configured RankGroup.
+
+    balance_by_tokens: a request without a rank goes to the one with the fewest tokens still to compute, instead of the
+    fewest requests.
+    """
+
+    balance_by_tokens: bool = False
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
@@ -57,11 +86,11 @@ class EngineClient:
         self.processor = processor
         self._loads = [RankLoad() for _ in group.ranks]
         self._silence_checked_at = 0.0
-        self._rank_of: dict[str, tuple[int, int]] = {}  # engine request id → rank, tokens it was counted with
+        self._placed: dict[str, _Placed] = {}  # by engine request id
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._rank_of)
+        return bool(self._placed)
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams | None = None, rank: int | None = None) -> None:
         """Queue one prompt, on `rank` or on the one with the least to do.
@@ -95,23 +124,36 @@ class EngineClient:
             raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
 
     def _assign(self, request: EngineRequest, rank: int | None) -> int:
-        """The rank for a request: fewest requests, then fewest tokens."""
+        """The rank for a request: fewest requests, then fewest tokens; by `balance_by_tokens` the other way round."""
         if rank is None:
-            rank = min(self.group.ranks, key=lambda r: (self._loads[r].num_requests, self._loads[r].num_tokens))
-        tokens = len(request.prompt_token_ids) + request.max_tokens
+            rank = min(self.group.ranks, key=self._burden)
+        placed = _Placed(rank, len(request.prompt_token_ids), request.max_tokens)
         load = self._loads[rank]
         if load.num_requests == 0:
             load.busy_since = time.monotonic()
         load.num_requests += 1
-        load.num_tokens += tokens
-        self._rank_of[request.request_id] = (rank, tokens)
+        load.num_tokens += placed.num_tokens
+        self._placed[request.request_id] = placed
         return rank
 
+    def _burden(self, rank: int) -> tuple[int, int]:
+        load = self._loads[rank]
+        return (load.num_tokens, load.num_requests) if self.balance_by_tokens else (load.num_requests, load.num_tokens)
+
+    def _computed(self, output: TokenOutput) -> None:
+        """A request has fewer tokens to go: those of this output and, with the first one, those of its prompt."""
+        placed = self._placed.get(output.request_id)
+        if placed is not None:
+            done = placed.num_prompt_tokens + min(len(output.token_ids), placed.num_output_tokens)
+            placed.num_output_tokens -= done - placed.num_prompt_tokens
+            placed.num_prompt_tokens = 0
+            self._loads[placed.rank].num_tokens -= done
+
     def _ended(self, engine_request_id: str) -> None:
-        entry = self._rank_of.pop(engine_request_id, None)
-        if entry is not None:
-            self._loads[entry[0]].num_requests -= 1
-            self._loads[entry[0]].num_tokens -= entry[1]
+        placed = self._placed.pop(engine_request_id, None)
+        if placed is not None:
+            self._loads[placed.rank].num_requests -= 1
+            self._loads[placed.rank].num_tokens -= placed.num_tokens
 
     def poll(self, timeout_s: float) -> list[RequestOutput]:
         """Results that changed, each as it is now; waits up to `timeout_s` for the first.
@@ -119,6 +161,12 @@ class EngineClient:
         Raises:
             HocketError: a rank failed, ended or fell silent; every request is lost then.
         """
+        changed, failed = self.advance(timeout_s)
+        _raise_cause(failed)
+        return changed
+
+    def advance(self, timeout_s: float) -> tuple[list[RequestOutput], list[FailedStep]]:
+        """As `poll`, but steps that failed are returned, with the requests they cost, so that the others can go on."""
         messages = self.group.receive(timeout_s)
         now = time.monotonic()
         if now > self._silence_checked_at + _CHECK_SILENCE_S:
@@ -126,34 +174,34 @@ class EngineClient:
             self._check_silence(now)
         return self._process(messages)
 
-    def _process(self, messages: Iterable[RankMessage]) -> list[RequestOutput]:
+    def _process(self, messages: Iterable[RankMessage]) -> tuple[list[RequestOutput], list[FailedStep]]:
         changed: dict[str, RequestOutput] = {}
-        failed: list[StepFailed] = []
+        failed: list[FailedStep] = []
         for message in messages:
             if isinstance(message, StepFailed):
-                failed.append(message)
+                failed.append(self._fail(message))
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
                 result = self.processor.process(output)
                 if output.finish_reason is not None:
                     self._ended(output.request_id)
+                elif self.balance_by_tokens:
+                    self._computed(output)
                 if result is not None:
                     changed[result.request_id] = result
         self._tell_ended(self.processor.take_aborts(), "stop")
-        if failed:
-            self._fail(failed)
-        return list(changed.values())
+        return list(changed.values()), failed
 
-    def _fail(self, failed: list[StepFailed]) -> None:
-        """Drop the requests of a failed step and raise its cause, which its rank reports before the others do."""
-        for message in failed:
-            for engine_id in message.request_ids:
-                self._ended(engine_id)
-                self.processor.drop(engine_id)
-        cause = next((message for message in failed if message.is_cause), None)
-        if cause is not None:
-            raise UBatchFailed(cause.message)
+    def _fail(self, message: StepFailed) -> FailedStep:
+        """Drop the requests of a failed step."""
+        lost: dict[str, RequestOutput] = {}
+        for engine_id in message.request_ids:
+            self._ended(engine_id)
+            output = self.processor.drop(engine_id)
+            if output is not None:
+                lost[output.request_id] = output
+        return FailedStep(message.message, message.is_cause, list(lost.values()))
 
     def _check_silence(self, now: float) -> None:
         limit = self.config.step_timeout_s + _SILENCE_GRACE_S
@@ -170,8 +218,8 @@ class EngineClient:
     def _tell_ended(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
         by_rank: dict[int, list[str]] = {}
         for engine_id in engine_ids:
-            if engine_id in self._rank_of:
-                by_rank.setdefault(self._rank_of[engine_id][0], []).append(engine_id)
+            if engine_id in self._placed:
+                by_rank.setdefault(self._placed[engine_id].rank, []).append(engine_id)
                 self._ended(engine_id)
         for rank, ids in by_rank.items():
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
@@ -179,6 +227,10 @@ class EngineClient:
     def num_requests_per_rank(self) -> list[int]:
         """Unfinished requests of each rank."""
         return [load.num_requests for load in self._loads]
+
+    def num_tokens_per_rank(self) -> list[int]:
+        """Tokens that the unfinished requests of each rank may still need computed."""
+        return [load.num_tokens for load in self._loads]
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
@@ -212,5 +264,13 @@ class EngineClient:
                 raise RankLost(f"rank {missing} did not report {what}")
             messages = self.group.receive(0.1)
             found |= {message.rank: message for message in messages if isinstance(message, kind)}
-            self._process(messages)
+            _, failed = self._process(messages)
+            _raise_cause(failed)
         return [found[rank] for rank in self.group.ranks]
+
+
+def _raise_cause(failed: Iterable[FailedStep]) -> None:
+    """Raise what a failed step's own rank says; it reports before the others do."""
+    for step in failed:
+        if step.is_cause:
+            raise UBatchFailed(step.message)
