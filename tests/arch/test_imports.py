@@ -62,6 +62,7 @@ TORCH_FREE = [
     "hocket.channel",
     "hocket.tokenizer",
     "hocket.cli",
+    "hocket.server",
     "hocket.bench",
     "hocket.doctor",
     "hocket.explain",
