@@ -6,7 +6,7 @@ Knows which rank has which request; knows nothing of how ranks work or of how re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +79,8 @@ class EngineClient:
     """
 
     balance_by_tokens: bool = False
+    on_stats: Callable[[Stats], None] | None = None
+    """Gets the counters that ranks were asked for with `ask_stats`."""
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
@@ -180,6 +182,8 @@ class EngineClient:
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(self._fail(message))
+            elif isinstance(message, Stats) and self.on_stats is not None:
+                self.on_stats(message)
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
@@ -235,6 +239,10 @@ class EngineClient:
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
         return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
+
+    def ask_stats(self, *, reset: bool = False) -> None:
+        """Ask every rank for its counters without waiting: `on_stats` gets them, also while they work."""
+        self.group.broadcast(GetStats(reset=reset))
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
-from fake_server import Served, serving
+from fake_server import FakeServed, serving
 
 TEXT = "In the beginning there was a stop, and then there was none."
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -18,13 +18,13 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}], **LONG}
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
+def shared() -> Iterator[FakeServed]:
     with serving() as served:
         yield served
 
 
 @pytest.fixture
-def served(shared: Served) -> Iterator[Served]:
+def served(shared: FakeServed) -> Iterator[FakeServed]:
     shared.text = TEXT
     yield shared
     shared.until(shared.is_idle)
@@ -38,7 +38,7 @@ def text_of(chunks: list[Any], index: int = 0) -> str:
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_whole_and_streamed(served: Served) -> None:
+def test_a_completion_whole_and_streamed(served: FakeServed) -> None:
     body = {"model": "tiny", "prompt": "Hello", **LONG}
     status, answer = served.post(COMPLETIONS, body)
     assert status == 200
@@ -60,19 +60,19 @@ def test_a_completion_whole_and_streamed(served: Served) -> None:
     assert all("usage" not in part for part in parts)
 
 
-def test_the_default_is_sixteen_tokens(served: Served) -> None:
+def test_the_default_is_sixteen_tokens(served: FakeServed) -> None:
     _, answer = served.post(COMPLETIONS, {"prompt": "Hello"})
     assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (16, "length")
 
 
-def test_usage_in_every_chunk(served: Served) -> None:
+def test_usage_in_every_chunk(served: FakeServed) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = served.stream(COMPLETIONS, {"prompt": "Hello", "max_tokens": 4, "stream_options": options})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompts_and_completions_are_numbered_in_order(served: Served, stream: bool) -> None:
+def test_prompts_and_completions_are_numbered_in_order(served: FakeServed, stream: bool) -> None:
     ids = served.llm.get_tokenizer().encode("of the sea")
     body = {"prompt": ["Hello", "The lady"], "n": 2, "echo": True, "max_tokens": 3, "seed": 1}
     begin = served.llm.get_tokenizer().decode(served.token_ids[:3])
@@ -87,7 +87,7 @@ def test_prompts_and_completions_are_numbered_in_order(served: Served, stream: b
     assert all(choice["text"].endswith("of the sea" + begin[:2]) for choice in answer["choices"])
 
 
-def test_logprobs_of_a_completion(served: Served) -> None:
+def test_logprobs_of_a_completion(served: FakeServed) -> None:
     body = {"prompt": "Hello", "max_tokens": 3, "logprobs": 2}
     _, answer = served.post(COMPLETIONS, body)
     logprobs = answer["choices"][0]["logprobs"]
@@ -101,7 +101,7 @@ def test_logprobs_of_a_completion(served: Served) -> None:
         assert [value for part in parts for value in part[name]] == values
 
 
-def test_echo_with_logprobs_begins_with_the_prompt(served: Served) -> None:
+def test_echo_with_logprobs_begins_with_the_prompt(served: FakeServed) -> None:
     body = {"prompt": "Hello there", "echo": True, "logprobs": 0, "max_tokens": 2}
     num_prompt = len(served.llm.get_tokenizer().encode("Hello there"))
     _, answer = served.post(COMPLETIONS, body)
@@ -119,7 +119,7 @@ def test_echo_with_logprobs_begins_with_the_prompt(served: Served) -> None:
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 
-def test_chat_whole_and_streamed(served: Served) -> None:
+def test_chat_whole_and_streamed(served: FakeServed) -> None:
     status, answer = served.post(CHAT, HELLO)
     assert status == 200
     (choice,) = answer["choices"]
@@ -137,7 +137,7 @@ def test_chat_whole_and_streamed(served: Served) -> None:
 
 
 @pytest.mark.parametrize("num_top", [None, 0, 3])
-def test_r123_top_logprobs_of_chat_is_a_list_even_where_it_is_empty(served: Served, num_top: int | None) -> None:
+def test_r123_top_logprobs_of_chat_is_a_list_even_where_it_is_empty(served: FakeServed, num_top: int | None) -> None:
     body = HELLO | {"max_tokens": 3, "logprobs": True} | ({} if num_top is None else {"top_logprobs": num_top})
     _, answer = served.post(CHAT, body)
     content = answer["choices"][0]["logprobs"]["content"]
@@ -149,7 +149,7 @@ def test_r123_top_logprobs_of_chat_is_a_list_even_where_it_is_empty(served: Serv
     assert [entry for part in streamed for entry in part] == content
 
 
-def test_chat_goes_on_within_a_message(served: Served) -> None:
+def test_chat_goes_on_within_a_message(served: FakeServed) -> None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "I am"}]
     body = {"messages": messages, "continue_final_message": True, "return_token_ids": True, "max_tokens": 1}
     _, answer = served.post(CHAT, body)
@@ -157,7 +157,7 @@ def test_chat_goes_on_within_a_message(served: Served) -> None:
     assert prompt.endswith("I am")
 
 
-def test_content_may_be_parts_of_text(served: Served) -> None:
+def test_content_may_be_parts_of_text(served: FakeServed) -> None:
     def prompt_of(content: Any) -> list[int]:
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "return_token_ids": True}
         return served.post(CHAT, body)[1]["choices"][0]["prompt_token_ids"]
@@ -171,7 +171,7 @@ def test_content_may_be_parts_of_text(served: Served) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop", ["stop", "a stop, and", "g there was a st", TEXT[3:40], ["nothing", "and then"]])
-def test_r118_stop_strings_over_token_borders(served: Served, path: str, include: bool, stop: Any) -> None:
+def test_r118_stop_strings_over_token_borders(served: FakeServed, path: str, include: bool, stop: Any) -> None:
     stops = [stop] if isinstance(stop, str) else stop
     found = next(s for s in stops if s in TEXT)
     expected = TEXT[: TEXT.index(found) + (len(found) if include else 0)]
@@ -188,7 +188,7 @@ def test_r118_stop_strings_over_token_borders(served: Served, path: str, include
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_character_of_several_tokens_comes_whole(served: Served) -> None:
+def test_a_character_of_several_tokens_comes_whole(served: FakeServed) -> None:
     served.text = "naïve 🜁 café"
     chunks = served.stream(COMPLETIONS, {"prompt": "Hello", **LONG})
     assert text_of(chunks) == "naïve 🜁 café"
@@ -198,7 +198,7 @@ def test_a_character_of_several_tokens_comes_whole(served: Served) -> None:
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_and_text_and_back(served: Served) -> None:
+def test_tokens_and_text_and_back(served: FakeServed) -> None:
     tokenizer = served.llm.get_tokenizer()
     status, answer = served.post("/tokenize", {"prompt": "Hello there", "return_token_strs": True})
     assert (status, answer["tokens"]) == (200, tokenizer.encode("Hello there"))
@@ -210,7 +210,7 @@ def test_tokens_and_text_and_back(served: Served) -> None:
     assert chat["tokens"] == tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
 
 
-def test_what_is_served(served: Served) -> None:
+def test_what_is_served(served: FakeServed) -> None:
     status, answer = served.ask("GET", "/v1/models")
     assert (status, [card["id"] for card in answer["data"]]) == (200, ["tiny"])
     assert answer["data"][0]["max_model_len"] == served.llm.config.scheduler.max_model_len
@@ -221,7 +221,7 @@ def test_what_is_served(served: Served) -> None:
     assert served.ask("GET", "/load") == (200, {"server_load": 0, "ranks": [{"requests": 0, "tokens": 0}] * 2})
 
 
-def test_the_api_document_names_every_field(served: Served) -> None:
+def test_the_api_document_names_every_field(served: FakeServed) -> None:
     from hocket.server.protocol import ChatRequest, CompletionRequest
 
     _, document = served.ask("GET", "/openapi.json")
@@ -229,7 +229,7 @@ def test_the_api_document_names_every_field(served: Served) -> None:
         assert document["components"]["schemas"][model.__name__]["properties"].keys() == model.model_fields.keys()
 
 
-def test_seeds_repeat_and_penalties_arrive(served: Served) -> None:
+def test_seeds_repeat_and_penalties_arrive(served: FakeServed) -> None:
     given = {
         "temperature": 0.5,
         "top_p": 0.9,

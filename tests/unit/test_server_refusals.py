@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
-from fake_server import JSON, LIMIT_S, Served, events, parsed, serving
+from fake_server import FakeServed, serving
+from served import JSON, LIMIT_S, events, parsed
 
 from hocket.errors import ConfigError
 from hocket.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -33,13 +34,13 @@ LIMITS = Settings(
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
+def shared() -> Iterator[FakeServed]:
     with serving(LIMITS) as served:
         yield served
 
 
 @pytest.fixture
-def served(shared: Served) -> Iterator[Served]:
+def served(shared: FakeServed) -> Iterator[FakeServed]:
     """Whatever a test has done, a good request is answered afterwards and nothing is left."""
     shared.text = "some words that follow"
     yield shared
@@ -105,7 +106,7 @@ WRONG_VALUES = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("field", "value"), WRONG_VALUES, ids=lambda value: repr(value)[:20])
-def test_a_wrong_value_is_refused_by_the_fields_name(served: Served, path: str, field: str, value: Any) -> None:
+def test_a_wrong_value_is_refused_by_the_fields_name(served: FakeServed, path: str, field: str, value: Any) -> None:
     good = PROMPT if path == COMPLETIONS else HELLO
     assert field in refused(served.post(path, good | {field: value}), 400, field)
 
@@ -156,7 +157,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(served: Served, path: str, 
         ("/health", {}, None, 405),
     ],
 )
-def test_refusals(served: Served, path: str, body: Any, param: str | None, status: int) -> None:
+def test_refusals(served: FakeServed, path: str, body: Any, param: str | None, status: int) -> None:
     answer = served.post(path, body)
     if status == 200:
         assert answer[0] == 200
@@ -177,7 +178,7 @@ ODD = ["text", 5, -1.5, True, [], {}, [None], {"a": [1]}, [["x"]], "\u0000", 10*
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_no_type_of_any_field_fails_the_server(served: Served, path: str, model: Any, good: Any) -> None:
+def test_no_type_of_any_field_fails_the_server(served: FakeServed, path: str, model: Any, good: Any) -> None:
     connection = served.connect()
     for field, value in itertools.product(model.model_fields, ODD):
         connection.request("POST", path, json.dumps(good | {field: value}), JSON)
@@ -189,7 +190,7 @@ def test_no_type_of_any_field_fails_the_server(served: Served, path: str, model:
     connection.close()
 
 
-def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: Served) -> None:
+def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: FakeServed) -> None:
     tokenizer = served.llm.get_tokenizer()
     kept, tokenizer._templates = tokenizer._templates, {}
     template = tokenizer.template()
@@ -222,13 +223,13 @@ def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: S
     ],
     ids=lambda raw: repr(raw[:12]),
 )
-def test_malformed_bodies(served: Served, raw: bytes) -> None:
+def test_malformed_bodies(served: FakeServed, raw: bytes) -> None:
     status, answer = served.ask("POST", COMPLETIONS, raw)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_is_too_large_is_not_read(served: Served) -> None:
+def test_a_body_that_is_too_large_is_not_read(served: FakeServed) -> None:
     assert "131072" in refused(served.post(COMPLETIONS, {"prompt": "x" * 10_000_000}), 413, None)
 
     def pieces() -> Iterator[bytes]:
@@ -242,7 +243,7 @@ def test_a_body_that_is_too_large_is_not_read(served: Served) -> None:
     connection.close()
 
 
-def test_the_body_must_say_that_it_is_json(served: Served) -> None:
+def test_the_body_must_say_that_it_is_json(served: FakeServed) -> None:
     connection = served.connect()
     connection.request("POST", COMPLETIONS, json.dumps(PROMPT), {"content-type": "text/plain"})
     answer = connection.getresponse()
@@ -266,7 +267,7 @@ def wait_for_end(plug: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("begin", [b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
-def test_a_client_that_dribbles_its_headers_is_cut_off(served: Served, begin: bytes) -> None:
+def test_a_client_that_dribbles_its_headers_is_cut_off(served: FakeServed, begin: bytes) -> None:
     with socket.create_connection(("127.0.0.1", served.port)) as plug:
         plug.sendall(begin)
         deadline = time.monotonic() + LIMIT_S
@@ -278,7 +279,7 @@ def test_a_client_that_dribbles_its_headers_is_cut_off(served: Served, begin: by
         assert wait_for_end(plug) == b""
 
 
-def test_after_an_answer_too(served: Served) -> None:
+def test_after_an_answer_too(served: FakeServed) -> None:
     with socket.create_connection(("127.0.0.1", served.port)) as plug:
         plug.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
@@ -288,7 +289,7 @@ def test_after_an_answer_too(served: Served) -> None:
         assert wait_for_end(plug) == b""
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(served: Served) -> None:
+def test_a_body_that_does_not_come_is_not_waited_for(served: FakeServed) -> None:
     with socket.create_connection(("127.0.0.1", served.port)) as plug:
         plug.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         answer = wait_for_end(plug)
@@ -296,7 +297,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: Served) -> None:
         assert b"the body did not come within 0.4 s" in answer
 
 
-def test_an_answer_that_nobody_reads_is_given_up(served: Served) -> None:
+def test_an_answer_that_nobody_reads_is_given_up(served: FakeServed) -> None:
     served.group.script = lambda request: [5] * 900
     try:
         with socket.create_connection(("127.0.0.1", served.port)) as plug:
@@ -310,7 +311,7 @@ def test_an_answer_that_nobody_reads_is_given_up(served: Served) -> None:
         served.group.script = lambda request: served.token_ids
 
 
-def test_a_thousand_half_open_connections_disturb_nobody(served: Served) -> None:
+def test_a_thousand_half_open_connections_disturb_nobody(served: FakeServed) -> None:
     plugs = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(1000)]
     try:
         for plug in plugs[::2]:
@@ -323,7 +324,7 @@ def test_a_thousand_half_open_connections_disturb_nobody(served: Served) -> None
             plug.close()
 
 
-def test_more_requests_than_the_limit_are_told_to_come_again(served: Served) -> None:
+def test_more_requests_than_the_limit_are_told_to_come_again(served: FakeServed) -> None:
     with served.paused():
         held = [served.connect() for _ in range(8)]
         for connection in held:
@@ -341,7 +342,7 @@ def test_more_requests_than_the_limit_are_told_to_come_again(served: Served) -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_client_that_goes_is_aborted(served: Served, stream: bool, path: str) -> None:
+def test_a_client_that_goes_is_aborted(served: FakeServed, stream: bool, path: str) -> None:
     with served.paused():
         connection = served.connect()
         body = (PROMPT if path == COMPLETIONS else HELLO) | {"stream": stream, "n": 3}
@@ -355,7 +356,7 @@ def test_a_client_that_goes_is_aborted(served: Served, stream: bool, path: str) 
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_abort_ends_with_what_there_is(served: Served, by_id: bool) -> None:
+def test_abort_ends_with_what_there_is(served: FakeServed, by_id: bool) -> None:
     with served.paused():
         connection = served.connect()
         body = json.dumps({"prompt": ["Hello", "there"], "max_tokens": 9})
@@ -373,13 +374,13 @@ def test_abort_ends_with_what_there_is(served: Served, by_id: bool) -> None:
         connection.close()
 
 
-def test_wrong_headers_are_named(served: Served) -> None:
+def test_wrong_headers_are_named(served: FakeServed) -> None:
     for name, value in (("X-Request-Id", "a b"), ("X-Data-Parallel-Rank", "-1"), ("X-Request-Id", "x" * 200)):
         refused(served.post(COMPLETIONS, PROMPT, **{name: value}), 400, name)
     refused(served.post(COMPLETIONS, PROMPT, x_data_parallel_rank="2"), 400, "data_parallel_rank")
 
 
-def test_a_failed_step_is_an_error_of_its_requests(served: Served) -> None:
+def test_a_failed_step_is_an_error_of_its_requests(served: FakeServed) -> None:
     with served.paused():
         whole, streamed = served.connect(), served.connect()
         whole.request("POST", COMPLETIONS, json.dumps(PROMPT), JSON)
@@ -439,7 +440,7 @@ def test_keys_names_and_origins() -> None:
             connection.close()
 
 
-def test_no_origin_is_let_in_unasked(served: Served) -> None:
+def test_no_origin_is_let_in_unasked(served: FakeServed) -> None:
     connection = served.connect()
     connection.request("GET", "/health", headers={"origin": "https://a.example"})
     answer = connection.getresponse()
