@@ -16,14 +16,17 @@ from hocket.channel.messages import (
     GetSpans,
     GetStates,
     GetStats,
+    Lanes,
     RankMessage,
     RecordStates,
     RecordSteps,
+    SetThresholds,
     Spans,
     States,
     Stats,
     StepFailed,
     StepOutputs,
+    TimeLanes,
     ToRank,
 )
 from hocket.config.engine import EngineConfig
@@ -34,7 +37,7 @@ from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
 
-Answer = TypeVar("Answer", Stats, Spans, States)
+Answer = TypeVar("Answer", Stats, Spans, Lanes, States)
 _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
@@ -252,6 +255,14 @@ class EngineClient:
         """What every rank has recorded, by rank; call it while nothing is being generated. Recording ends."""
         return [message.steps for message in self._ask(GetSpans(), Spans, "what it recorded")]
 
+    def set_thresholds(self, decode: int, prefill: int) -> None:
+        """Have all ranks split steps of so many tokens and more; call it while nothing is being generated."""
+        self.group.broadcast(SetThresholds(decode=decode, prefill=prefill))
+
+    def time_lanes(self, asked: TimeLanes, limit_s: float) -> list[Lanes]:
+        """Every rank's times of compute and communication alone, by rank; call it while nothing is being generated."""
+        return self._ask(asked, Lanes, "the times of its lanes", limit_s)
+
     def record_states(self, forced: dict[str, list[int]]) -> None:
         """Have every rank keep the hidden states of what it computes from now on; `forced`: tokens by engine request,
         given to it instead of those that are sampled."""
@@ -261,11 +272,11 @@ class EngineClient:
         """What every rank kept of a layer, by rank; call it while nothing is being generated."""
         return self._ask(GetStates(layer=layer), States, f"the states of layer {layer}")
 
-    def _ask(self, question: ToRank, kind: type[Answer], what: str) -> list[Answer]:
-        """Every rank's answer, by rank. Raises RankLost where one does not answer."""
+    def _ask(self, question: ToRank, kind: type[Answer], what: str, limit_s: float | None = None) -> list[Answer]:
+        """Every rank's answer, by rank. Raises RankLost where one does not answer within limit_s (None: as a step)."""
         self.group.broadcast(question)
         found: dict[int, Answer] = {}
-        deadline = time.monotonic() + self.config.step_timeout_s + _SILENCE_GRACE_S
+        deadline = time.monotonic() + (limit_s or self.config.step_timeout_s) + _SILENCE_GRACE_S
         while len(found) < self.group.world_size:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hocket.cache.manager import KVCacheManager
 from hocket.config.engine import EngineConfig
@@ -19,7 +19,7 @@ from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
 from hocket.scheduler.batch import Batch
 from hocket.scheduler.scheduler import Scheduler
-from hocket.worker.graphs import TimeLimit, unlimited
+from hocket.worker.capture import TimeLimit, unlimited
 from hocket.worker.in_flight import InFlight, StepResult
 from hocket.worker.laps import Laps
 from hocket.worker.runner import OnProgress, Runner
@@ -97,6 +97,13 @@ class Engine:
         """End every request."""
         self.abort(self.scheduler.request_ids())
 
+    def set_thresholds(self, decode: int, prefill: int) -> None:
+        """Split steps of so many tokens and more, from here on. All ranks before the same step."""
+        overlap = replace(self.config.overlap, decode_token_threshold=decode, prefill_token_threshold=prefill)
+        self.config = replace(self.config, overlap=overlap)
+        self._digest = self.config.digest
+        self.log.stop_watching()
+
     def step(self) -> tuple[list[TokenOutput], StepPlan]:
         """One step, together with all ranks. Returns what this rank's requests gained in the step before.
 
@@ -115,7 +122,7 @@ class Engine:
             step=self._step,
             digest=self._digest,
             num_unfinished=int(self.scheduler.has_unfinished),
-            graph_mode=int(bool(self.runner.graph_sizes)),
+            graph_mode=int(bool(self.runner.graph_config.sizes)),
             refusal=self._refusal(batch),
             failure=self._failed_here,
             wish=self._wish(batch),
@@ -123,7 +130,7 @@ class Engine:
         laps.end("schedule")
         table = self.exchange.exchange(column)
         laps.end_exchange(table)
-        plan = vote.decide(table, self.config.overlap, self.config.graphs.sizes)
+        plan = vote.decide(table, self.config.overlap, self.config.graphs)
         self._step += 1
         self._peers_decode = plan.any_decodes
         if plan.failed is not None:
@@ -160,17 +167,18 @@ class Engine:
         """Run the model on this rank's batch as `plan` says, or begin to. Raises UBatchFailed where it failed here."""
         ubatches = self.runner.prepare(batch, plan, before)
         laps.end("prepare")
-        record.ubatches = tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches) or (
-            (batch.num_tokens, plan.graph_tokens),
-        )
+        record.ubatches = tuple((u.layout.num_tokens, u.layout.num_padded_max) for u in ubatches)
+        if plan.graph_tokens:
+            record.ubatches = plan.parts(self.mesh.ep_rank)
         try:
             return self.runner.launch(ubatches, batch, plan, before)
         finally:
             laps.end("forward")
             if not plan.graph_tokens:  # what a graph moves nobody counts
                 executor = self.runner.executor
-                record.comm_us, record.exposed_us = executor.comm_ns / 1e3, executor.exposed_ns / 1e3
                 record.comm_bytes = executor.comm_bytes
+                if executor.times_transfers:
+                    record.comm_us, record.exposed_us = executor.comm_ns / 1e3, executor.exposed_ns / 1e3
 
     def _finish(self, step: InFlight, laps: Laps) -> list[TokenOutput]:
         """Wait for a launched step; what this rank's requests gained in it."""

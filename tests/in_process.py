@@ -56,7 +56,8 @@ class InProcessGroup:
         return self._engine
 
     def configure(self, config: EngineConfig, on_progress: Any = None) -> list[dict[str, Any]]:
-        mesh = Mesh(rank=0, world_size=1, device=torch.device(config.device))
+        device = torch.device(config.device, *[0] * (config.device != "cpu"))
+        mesh = Mesh(rank=0, world_size=1, device=device)
         with torch.inference_mode():
             self._engine = Engine(config, mesh, SoloExchange(), lambda *_: None)
         return [self._engine.runner.info()]

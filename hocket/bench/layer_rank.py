@@ -25,7 +25,7 @@ from hocket.errors import HocketError
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.ubatch.transfer import Transfer
-from hocket.worker.graphs import captured, unlimited
+from hocket.worker.capture import GraphPool, unlimited
 from hocket.worker.runner import Runner
 
 Work = Callable[[], object]
@@ -109,7 +109,7 @@ def _timers(
     timers: dict[str, Callable[[], float]] = {}
     for part, call in work.items():
         calls = partial(_repeat, call, rounds)
-        replay = calls if part in eager else captured(calls).replay
+        replay = calls if part in eager else GraphPool().capture(calls).replay
         timers[part] = _by_events(replay, rounds)
     return timers, eager
 

@@ -11,7 +11,7 @@ from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.dist.launcher import RankGroup
-from hocket.errors import ConfigError, HocketError
+from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
 from hocket.trace.recording import Recording
@@ -48,14 +48,10 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
     """Run the workload once to warm up, then once recorded; on running ranks where `group` has some.
 
     Raises:
-        ConfigError: an option, or a device whose lanes cannot be recorded. HocketError: no such step was run.
+        ConfigError: an option. HocketError: no such step was run.
     """
     options = _engine_options(options, work)
     config = resolve(options)
-    if config.device != "cpu":
-        raise ConfigError(
-            "device", config.device, "cpu", where="with hocket trace, which has no times of a GPU's lanes"
-        )
     with LLM.from_options(options, progress=True, group=group) as llm:
         _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
         llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
@@ -69,8 +65,9 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
 
 
 def _engine_options(options: Options, work: Workload) -> Options:
-    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up."""
-    found = replace(options, enable_prefix_caching=False)
+    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. What a CUDA
+    graph holds has no stages that could be told apart, so there is none."""
+    found = replace(options, enable_prefix_caching=False, enforce_eager=True)
     if work.prompts:
         return found
     found = replace(found, skip_tokenizer_init=True)
@@ -99,6 +96,7 @@ def _about(options: Options, config: EngineConfig, work: Workload) -> dict[str, 
         over = f" over an EMULATED link of {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs"
     ranks = f"{parallel.data_parallel_size} rank{'s' * (parallel.data_parallel_size > 1)}"
     how = "overlap off" if strategy == "off" else f"{strategy} ({config.overlap.executor})"
+    how += "" if config.device == "cpu" else f" on {config.device}, no CUDA graphs"
     found = provenance("trace")
     return {
         "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {work.phase}",

@@ -47,6 +47,11 @@ def num_blocks_of(cache: Tensor) -> int:
     return cache.shape[1] if cache.dim() == 5 else cache.shape[0]
 
 
+def block_of(cache: Tensor, block: int) -> Tensor:
+    """A view of one block of a layer's cache."""
+    return cache[:, block] if cache.dim() == 5 else cache[block]
+
+
 def slot_bytes_of(cache: Tensor) -> int:
     """Bytes that a layer's cache holds of one token."""
     return cache.nbytes // (num_blocks_of(cache) * block_size_of(cache))

@@ -20,6 +20,8 @@ CPU_EXPERTS = tuple(name for name in EXPERTS if name not in GPU_EXPERTS)
 TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
 EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
 """Those between ranks that share experts."""
+NCCL_TRANSPORTS = ("torch", "allgather_reducescatter")
+"""Those that NCCL moves tokens for on GPUs."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
 PLACEMENTS = ("linear", "round_robin")

@@ -15,9 +15,11 @@ LEAST_STEP = 8
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """sizes: tokens of a rank's decode step for which there is a graph, ascending; empty: none. A step takes the
-    smallest that all ranks fit into. capture_timeout_s: seconds that one of them may take."""
+    smallest that all ranks fit into. split_sizes: those for which there is one of the step as ubatches too.
+    capture_timeout_s: seconds that one of them may take."""
 
     sizes: tuple[int, ...] = ()
+    split_sizes: tuple[int, ...] = ()
     capture_timeout_s: float = 60.0
 
 
@@ -35,6 +37,12 @@ def captured_sizes(largest: int) -> tuple[int, ...]:
 def fitting_size(sizes: Sequence[int], num_tokens: int) -> int:
     """The smallest of the ascending `sizes` that holds so many tokens; 0: none."""
     return next((size for size in sizes if size >= num_tokens), 0)
+
+
+def least_for_split(size: int, num_ubatches: int) -> int:
+    """Fewest tokens of a rank that has one for each ubatch of the split graph of `size` rows: rows are cut at equal
+    numbers, and the last ubatch takes the rest."""
+    return (num_ubatches - 1) * (size // num_ubatches) + 1
 
 
 def asked_sizes(text: str, max_num_seqs: int) -> tuple[int, ...]:

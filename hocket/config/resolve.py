@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from hocket.config.backends import (
@@ -10,6 +12,7 @@ from hocket.config.backends import (
     EXPERTS,
     GPU_ATTENTION,
     GPU_EXPERTS,
+    NCCL_TRANSPORTS,
     TRANSPORTS,
     check_device,
     check_invariant,
@@ -25,8 +28,8 @@ from hocket.config.engine import (
 )
 from hocket.config.graphs import LARGEST, GraphConfig, asked_sizes, captured_sizes
 from hocket.config.model import ModelConfig
-from hocket.config.options import Options
-from hocket.envs import FORCE_SPLIT
+from hocket.config.options import MAX_NCCL_CTAS, Options
+from hocket.envs import DBO_COMM_SMS, DBO_GREEN_CONTEXT, FORCE_SPLIT
 from hocket.errors import ConfigError
 
 DEFAULT_BATCHED_TOKENS = 2048
@@ -58,6 +61,7 @@ def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
     parallel = _parallel(options, model.moe.top_k)
     scheduler = _scheduler(options, model)
     attention, experts = _backends(options, model, parallel.all2all_backend, device)
+    overlap = _overlap(options)
     return EngineConfig(
         model_path=str(folder),
         model=model,
@@ -68,7 +72,7 @@ def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
         attention_backend=attention,
         moe_backend=experts,
         deterministic=options.deterministic,
-        parallel=parallel,
+        parallel=replace(parallel, max_nccl_ctas=_nccl_ctas(parallel, overlap, device)),
         async_scheduling=device != "cpu" if options.async_scheduling is None else options.async_scheduling,
         scheduler=scheduler,
         cache=CacheConfig(
@@ -77,8 +81,8 @@ def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
             memory_utilization=options.gpu_memory_utilization,
             memory_bytes=options.kv_cache_memory_bytes,
         ),
-        overlap=_overlap(options),
-        graphs=_graphs(options, device, scheduler.max_num_seqs),
+        overlap=overlap,
+        graphs=_graphs(options, device, scheduler.max_num_seqs, overlap),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
     )
@@ -163,15 +167,43 @@ def _parallel(options: Options, top_k: int) -> ParallelConfig:
     )
 
 
+def _nccl_ctas(parallel: ParallelConfig, overlap: OverlapConfig, device: str) -> int | None:
+    """A group's share is fixed when it is made: with overlap it is what split steps leave to it, if none was given."""
+    moves_by_nccl = device != "cpu" and parallel.all2all_backend in NCCL_TRANSPORTS and parallel.emulated_link is None
+    if parallel.max_nccl_ctas is not None or overlap.num_ubatches == 1 or not moves_by_nccl or overlap.comm_sms == 0:
+        return parallel.max_nccl_ctas
+    return min(overlap.comm_sms, MAX_NCCL_CTAS)
+
+
 def _emulated_link(options: Options, shared: bool) -> EmulatedLink | None:
-    if options.emulate_link_gb_per_s is None:
-        if options.emulate_link_latency_us:
-            latency_us = options.emulate_link_latency_us
+    gb_per_s, latency_us, token_bytes = (
+        options.emulate_link_gb_per_s,
+        options.emulate_link_latency_us,
+        options.emulate_link_token_bytes,
+    )
+    if gb_per_s is None:
+        if latency_us:
             raise ConfigError("emulate_link_latency_us", latency_us, "0", where="without emulate_link_gb_per_s")
+        if token_bytes is not None:
+            where = "without emulate_link_gb_per_s"
+            raise ConfigError("emulate_link_token_bytes", token_bytes, "not to give it", where=where)
         return None
     if not shared:
-        raise ConfigError("emulate_link_gb_per_s", options.emulate_link_gb_per_s, "not to give it", where=_ALONE)
-    return EmulatedLink(gb_per_s=options.emulate_link_gb_per_s, latency_us=options.emulate_link_latency_us)
+        raise ConfigError("emulate_link_gb_per_s", gb_per_s, "not to give it", where=_ALONE)
+    return EmulatedLink(gb_per_s=gb_per_s, latency_us=latency_us, token_bytes=_token_bytes(token_bytes))
+
+
+def _token_bytes(text: str | None) -> tuple[float, float] | None:
+    """`29568,57344` as bytes of a token's dispatch and of its combine."""
+    if text is None:
+        return None
+    try:
+        out, back = (float(part) for part in text.split(","))
+    except ValueError:
+        out = back = -1.0
+    if not (0 <= out < math.inf and 0 <= back < math.inf):
+        raise ConfigError("emulate_link_token_bytes", text, "two numbers of bytes, as 29568,57344")
+    return out, back
 
 
 def _overlap(options: Options) -> OverlapConfig:
@@ -197,11 +229,13 @@ def _overlap(options: Options) -> OverlapConfig:
         force_split=forced > 1,
         cut=options.ubatch_cut,
         executor=executor,
+        comm_sms=DBO_COMM_SMS.get_int(0),
+        use_green_context=DBO_GREEN_CONTEXT.get_one_of("0", "1") == "1",
     )
 
 
-def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
-    """Sizes as asked for, or by rule; none on a CPU."""
+def _graphs(options: Options, device: str, max_num_seqs: int, overlap: OverlapConfig) -> GraphConfig:
+    """Sizes as asked for, or by rule; none on a CPU. Split ones where a step of so many tokens could be split."""
     if options.cudagraph_capture_sizes is not None:
         if (most := options.max_cudagraph_capture_size) is not None:
             raise ConfigError("max_cudagraph_capture_size", most, "nothing", where="with cudagraph_capture_sizes")
@@ -210,7 +244,11 @@ def _graphs(options: Options, device: str, max_num_seqs: int) -> GraphConfig:
         sizes = captured_sizes(min(options.max_cudagraph_capture_size or LARGEST, max_num_seqs))
     if device == "cpu" or options.enforce_eager:
         sizes = ()
-    return GraphConfig(sizes=sizes, capture_timeout_s=options.capture_timeout)
+    split_sizes: tuple[int, ...] = ()
+    if overlap.num_ubatches > 1 and options.split_graphs:
+        least = overlap.num_ubatches if overlap.force_split else overlap.decode_token_threshold
+        split_sizes = tuple(size for size in sizes if size >= least)
+    return GraphConfig(sizes=sizes, split_sizes=split_sizes, capture_timeout_s=options.capture_timeout)
 
 
 def _scheduler(options: Options, model: ModelConfig) -> SchedulerConfig:

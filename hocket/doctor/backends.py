@@ -15,12 +15,13 @@ from hocket.errors import BackendUnavailable
 from hocket.models.backends import KERNELS
 from hocket.models.backends import kernels_unavailable_reason as kernels_reason
 from hocket.moe.experts.registry import experts_class
-from hocket.moe.transport.registry import transport_class
+from hocket.moe.transport.registry import traits, transport_class
 from hocket.overlap.thread_state import make_baton
 
 
 def backends(config: EngineConfig) -> list[dict[str, Any]]:
-    """{kind, name, available, reason} of each; the reason is None where it is available."""
+    """{kind, name, available, reason} of each; the reason is None where it is available. Transports that are have
+    `traits` too."""
     dtype, device, model = getattr(torch, config.dtype), torch.device(config.device), config.model
 
     def attention(name: str) -> str | None:
@@ -36,10 +37,14 @@ def backends(config: EngineConfig) -> list[dict[str, Any]]:
     return [
         *(_one("attention", name, attention) for name in ATTENTION),
         *(_one("experts", name, experts) for name in EXPERTS),
-        *(_one("transport", name, transport_class) for name in TRANSPORTS),
+        *(_with_traits(_one("transport", name, transport_class)) for name in TRANSPORTS),
         *(_one("kernels", name, lambda name: kernels_reason(name, device)) for name in KERNELS),
         *(_one("executor", name, executor) for name in EXECUTORS),
     ]
+
+
+def _with_traits(transport: dict[str, Any]) -> dict[str, Any]:
+    return transport | {"traits": traits(transport["name"])} if transport["available"] else transport
 
 
 def _one(kind: str, name: str, find: Callable[[str], Any]) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def _resolved(config: EngineConfig) -> dict[str, Any]:
         "num_ubatches": overlap.num_ubatches,
         "executor": overlap.executor if overlap.num_ubatches > 1 else None,
         "graph_sizes": list(config.graphs.sizes),
+        "split_graph_sizes": list(config.graphs.split_sizes),
         "block_size": config.cache.block_size,
         "max_model_len": config.scheduler.max_model_len,
         "max_num_seqs": config.scheduler.max_num_seqs,

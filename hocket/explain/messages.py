@@ -17,6 +17,7 @@ from hocket.dist.collectives import Group, Mirror
 from hocket.moe.base import TokenLayout
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.router import Router
+from hocket.moe.transport.base import most_received
 from hocket.moe.transport.registry import build_transport
 
 SAMPLE_TOKENS = 256
@@ -27,8 +28,8 @@ _WIDTH = 64
 
 def messages(config: EngineConfig) -> list[dict[str, Any]]:
     """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes} of each transport between so many ranks: what a
-    rank sends to others for one of its tokens in one sparse layer, and what it keeps of what came for one (what the
-    others dispatched to it per token of theirs). Empty for one rank, whose tokens do not move.
+    rank sends to others for one of its tokens in one sparse layer, and the room that it has for what comes (for each of
+    its tokens, where all have as many). Empty for one rank, whose tokens do not move.
     """
     parallel = config.parallel
     num_ranks = parallel.expert_parallel_size
@@ -58,10 +59,11 @@ def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[s
     combine = transport.finalize(torch.zeros(len(came.x), hidden_size, dtype=dtype, device=where), came.handle)
     if where == cpu:
         combine.send()
+    rows = len(came.x) / num_tokens if where == cpu else most_received(placement.num_ranks, 1)
     return {
         "dispatch_bytes": dispatch.num_bytes() / num_tokens,
         "combine_bytes": combine.num_bytes() / num_tokens,
-        "received_bytes": came.x.untyped_storage().nbytes() / num_tokens,
+        "received_bytes": rows * came.x.stride(0) * came.x.itemsize,  # the row with all that lies beside x
     }
 
 

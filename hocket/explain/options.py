@@ -13,7 +13,7 @@ from typing import Any
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.envs import FORCE_SPLIT
+from hocket.envs import DBO_COMM_SMS, FORCE_SPLIT
 from hocket.errors import BackendUnavailable, ConfigError
 
 BECAME = {
@@ -60,8 +60,10 @@ NOT_KEPT = {
     "tensor_parallel_size": "1, or refused",
     "pipeline_parallel_size": "1, or refused",
     "enable_dbo": "shown by ubatch_size",
+    "split_graphs": "shown by the graphs",
     "emulate_link_gb_per_s": "kept, or refused",
     "emulate_link_latency_us": "kept, or refused",
+    "emulate_link_token_bytes": "kept, or refused",
     "enforce_eager": "shown by cudagraph_capture_sizes",
     "max_cudagraph_capture_size": "shown by cudagraph_capture_sizes",
 }
@@ -122,6 +124,7 @@ WHY: dict[str, Why] = {
     "max_model_len": lambda options, config: "what config.json allows",
     "enable_expert_parallel": lambda options, config: "one rank has nobody to share experts with",
     "all2all_backend": _why_transport,
+    "max_nccl_ctas": lambda options, config: f"what split steps leave to transfers ({DBO_COMM_SMS.name})",
     "ubatch_size": _why_ubatches,
     "ubatch_executor": lambda options, config: "the cheaper one by hocket bench handover",
     "max_num_seqs": lambda options, config: "the default; at most max_num_batched_tokens",
@@ -159,6 +162,7 @@ def _without_effect(options: Options, config: EngineConfig) -> Iterator[tuple[st
     thresholds = [name for name in overlap if name.startswith("dbo_")]
     off_cpu = [
         "max_nccl_ctas",
+        "split_graphs",
         "enforce_eager",
         "cudagraph_capture_sizes",
         "max_cudagraph_capture_size",
@@ -168,6 +172,7 @@ def _without_effect(options: Options, config: EngineConfig) -> Iterator[tuple[st
         (config.overlap.num_ubatches == 1, overlap, "overlap is off"),
         (config.overlap.force_split, thresholds, f"{FORCE_SPLIT.name} splits every step"),
         (config.device == "cpu", off_cpu, "on a CPU"),
+        (config.device != "cpu" and config.overlap.num_ubatches == 1, ["split_graphs"], "overlap is off"),
         (not config.parallel.enable_expert_parallel, ["expert_placement_strategy"], "each rank has all experts"),
         (config.cache.memory_bytes is not None, ["gpu_memory_utilization"], "kv_cache_memory_bytes says how much"),
         (True, ["trust_remote_code"], "no model's code is ever run"),

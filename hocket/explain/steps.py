@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from hocket.config.engine import EngineConfig
+from hocket.config.graphs import least_for_split
 from hocket.config.options import MAX_TOKENS
 from hocket.overlap import vote
 from hocket.overlap.vote import Reason, Row, StepPlan
@@ -18,11 +19,13 @@ Splits = list[dict[str, Any]]
 
 
 def splits(config: EngineConfig, phase: str, captures: bool) -> Splits:
-    """Runs of step sizes, equal on all ranks, with the reason the vote gives them; it changes at thresholds, and behind
-    the largest graph. captures: whether the configured graphs are captured."""
-    overlap, most = config.overlap, _most(config, phase)
+    """Runs of step sizes, equal on all ranks, with the reason the vote gives them; it changes at thresholds, behind
+    graphs, and where a step is large enough for all ubatches of one. captures: whether the configured graphs are
+    captured."""
+    overlap, graphs, most = config.overlap, config.graphs, _most(config, phase)
     thresholds = {overlap.decode_token_threshold, overlap.prefill_token_threshold}
-    thresholds |= {size + 1 for size in config.graphs.sizes[-1:]}
+    thresholds |= {size + 1 for size in graphs.sizes}
+    thresholds |= {least_for_split(size, overlap.num_ubatches) for size in graphs.split_sizes}
     starts = sorted({1} | {tokens for tokens in thresholds if tokens <= most})
     found: Splits = []
     for first, last in pairwise((*starts, most + 1)):
@@ -88,7 +91,7 @@ def _vote(
         if config.overlap.cut == "cost":
             column[vote.WISHED_CUTS] = [count // 2] * (config.overlap.num_ubatches - 1)  # the reason depends on none
         table.append(column)
-    return vote.decide(table, config.overlap, config.graphs.sizes)
+    return vote.decide(table, config.overlap, config.graphs)
 
 
 def _num_ranks(config: EngineConfig) -> int:
@@ -120,8 +123,18 @@ def _why(config: EngineConfig, plan: StepPlan) -> str:
     fewest = min((count for count in plan.num_tokens if count), default=0)
     if plan.reason is Reason.SPLIT:
         return "every step is" if overlap.force_split else f"≥ {threshold} on each rank that works"
+    if plan.reason is Reason.NO_SPLIT_GRAPH:
+        return _why_whole(config, plan.graph_tokens, fewest)
     if plan.reason is Reason.BELOW_THRESHOLD:
         return f"{fewest} < {threshold}, the {kind} threshold"
     if plan.reason is Reason.PREFIX_HAZARD:
         return "read before it is written"
     return "overlap is off" if plan.reason is Reason.DISABLED else plan.reason.label
+
+
+def _why_whole(config: EngineConfig, size: int, fewest: int) -> str:
+    """Why a step of at least `fewest` tokens a rank replays the graph of `size` rows whole."""
+    if size not in config.graphs.split_sizes:
+        return "no graphs of ubatches (--no-split-graphs)"
+    least = least_for_split(size, config.overlap.num_ubatches)
+    return f"{fewest} < {least}: no token for each ubatch of the graph of {size}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from hocket.attention.plan import Plan
 from hocket.config.backends import EXECUTORS as EXECUTORS
 from hocket.dist.record import Record
 from hocket.errors import UBatchFailed
@@ -16,13 +18,14 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
-from hocket.overlap.schedule import Schedule
+from hocket.overlap.sm_budget import UNLIMITED, SmBudget
 from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
-from hocket.trace.spans import Recorder, Stage, Step, Track
+from hocket.trace.spans import Recorder, Stage, Step, Track, host_ns
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, Setup
+from hocket.ubatch.stamps import Stamps
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -32,8 +35,9 @@ _GRACE_S = 2.0
 class UBatchExecutor:
     """Runs a step of one or more ubatches.
 
-    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. `recorder`:
-    where the spans of the following steps go; None: nowhere. `schedules` by phase may be replaced.
+    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. budget: what
+    split steps run under. `recorder`: where the spans of the following steps go; None: nowhere. `schedules` by phase
+    may be replaced.
     """
 
     def __init__(
@@ -44,11 +48,14 @@ class UBatchExecutor:
         timeout_s: float,
         device: torch.device,
         record: Record | None = None,
+        budget: SmBudget = UNLIMITED,
     ) -> None:
         self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
+        self.times_transfers = device.type == "cpu"  # elsewhere they only join a queue
         self.recorder: Recorder | None = None
         self._model = model
         self._device = device
+        self.budget = budget
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
@@ -71,22 +78,54 @@ class UBatchExecutor:
             UBatchFailed: a ubatch raised in a compute stage; all collectives of the step took place nevertheless.
             BatonTimeout, RankLost, StepDesync, OverlapError: the step broke off; this rank cannot go on.
         """
-        pair = self._alternating if len(ubatches) > 1 else self._solo
-        assert pair is not None, "more ubatches than the executor was made for"
         step = self._recorded(ubatches, phase)
-        contexts = self._contexts(len(ubatches), *pair, self.schedules[phase], step)
-        baton, surround = pair[0], on_stream_of_caller(self._device)
-        outcomes = baton.run(
-            [
-                self._body(context, inputs, kv_cache, surround)
-                for context, inputs in zip(contexts, ubatches, strict=True)
-            ]
-        )
+        stamps = None
+        if step is not None and self._device.type == "cuda":
+            stamps = Stamps(self._device)
+            step.start_ns = stamps.now()
+        now = host_ns if stamps is None else stamps.now
+        contexts, baton = self._contexts(len(ubatches), phase, step, now)
+        works = [
+            partial(self._run, context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)
+        ]
+        outcomes = self._alternate(contexts, baton, works)
         if step is not None:
-            step.stop_ns = time.perf_counter_ns()
+            step.stop_ns = now()
+            if stamps is not None:
+                _resolve(stamps, step, outcomes)
         self.comm_ns = sum(context.comm_ns for context in contexts)
         self.exposed_ns = sum(context.exposed_ns for context in contexts)
         self.comm_bytes = sum(context.comm_bytes for context in contexts)
+        _raise_first(contexts, outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def _alternate(
+        self, contexts: list[UBatchContext], baton: Baton, works: Sequence[Callable[[], Tensor]]
+    ) -> list[Outcome]:
+        """What became of each ubatch's work; on the stream of the caller."""
+        surround = on_stream_of_caller(self._device)
+        with self.budget.entered() if len(works) > 1 else nullcontext():
+            return baton.run([_body(*pair, surround) for pair in zip(contexts, works, strict=True)])
+
+    def run_captured(
+        self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], plans: Sequence[Plan]
+    ) -> list[Tensor]:
+        """The same of a decode whose attention is planned already, while it is captured: in the caller's thread or in
+        those of the ubatches, as a capture follows streams. After a failure in it nothing more can be launched.
+
+        Raises:
+            UBatchFailed: what came first of all that was raised, also where it was a transfer that failed.
+            BatonTimeout: a ubatch does not get on.
+        """
+        contexts, baton = self._contexts(len(ubatches), "decode", None)
+        failures: list[UBatchFailed] = []
+        works = [
+            partial(self._run_planned, context, inputs, kv_cache, plan, failures)
+            for context, inputs, plan in zip(contexts, ubatches, plans, strict=True)
+        ]
+        outcomes = self._alternate(contexts, baton, works)
+        if failures:
+            raise failures[0]
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
@@ -97,25 +136,15 @@ class UBatchExecutor:
         return self.recorder.begin(phase, len(ubatches), sum(part.layout.num_tokens for part in ubatches))
 
     def _contexts(
-        self, count: int, baton: Baton, lane: Lane, schedule: Schedule, step: Step | None
-    ) -> list[UBatchContext]:
+        self, count: int, phase: str, step: Step | None, now: Callable[[], int] = host_ns
+    ) -> tuple[list[UBatchContext], Baton]:
+        """A context for each ubatch of a step, and the baton that they hand over."""
+        pair = self._alternating if count > 1 else self._solo
+        assert pair is not None, "more ubatches than the executor was made for"
         contexts: list[UBatchContext] = []
         for idx in range(count):
-            contexts.append(UBatchContext(idx, baton, lane, contexts, schedule.in_moe, step))
-        return contexts
-
-    def _body(
-        self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor], surround: Setup
-    ) -> Callable[[], Tensor]:
-        def body() -> Tensor:
-            with surround():
-                ubatch.enter(context)
-                try:
-                    return self._run(context, inputs, kv_cache)
-                finally:
-                    ubatch.enter(None)
-
-        return body
+            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step, now))
+        return contexts, pair[0]
 
     def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
         """One ubatch's part of the step, in its own context."""
@@ -136,6 +165,45 @@ class UBatchExecutor:
             context.run_hooks()
             _leave(context)
         return hidden
+
+    def _run_planned(
+        self,
+        context: UBatchContext,
+        inputs: UBatchInputs,
+        kv_cache: list[Tensor],
+        plan: Plan,
+        failures: list[UBatchFailed],
+    ) -> Tensor:
+        """One ubatch's part of a step that is captured; what fails goes to the end of `failures`."""
+        track = context.track
+        try:
+            track.begin(Stage.QKV)
+            hidden: Tensor = self._model(inputs, kv_cache, plan)
+        except Exception as error:
+            track.fail()
+            failures.append(_failed(context, error))
+            failures[-1].__cause__ = error
+            if not isinstance(error, HARD):  # in a warm-up the other ranks go through all layers
+                with suppress(Exception):
+                    self._join(track, inputs.layout)
+            raise
+        finally:
+            context.run_hooks()
+            _leave(context)
+        return hidden
+
+    @contextmanager
+    def patient(self, timeout_s: float) -> Iterator[None]:
+        """While this is entered, a ubatch may hold the baton so long: kernels are compiled meanwhile."""
+        if self._alternating is None:
+            yield
+            return
+        baton = self._alternating[0]
+        usual_s, baton.timeout_s = baton.timeout_s, timeout_s + _GRACE_S
+        try:
+            yield
+        finally:
+            baton.timeout_s = usual_s
 
     def _join(self, track: Track, layout: TokenLayout) -> None:
         """Take part in the collectives that are left of a step that failed here."""
@@ -162,11 +230,33 @@ class UBatchExecutor:
                 part.close()
 
 
+def _body(context: UBatchContext, work: Callable[[], Tensor], surround: Setup) -> Callable[[], Tensor]:
+    """`work` in its ubatch's context."""
+
+    def body() -> Tensor:
+        with surround():
+            ubatch.enter(context)
+            try:
+                return work()
+            finally:
+                ubatch.enter(None)
+
+    return body
+
+
 def _leave(context: UBatchContext) -> None:
     """Its ubatch ends: where another one is left, that one runs next."""
     following = context.baton.following(context.idx)
     if following != context.idx:
         context.track.give(following)
+
+
+def _resolve(stamps: Stamps, step: Step, outcomes: list[Outcome]) -> None:
+    """Times of a step; where one broke off nobody may wait for the device."""
+    if any(outcome.error is not None for outcome in outcomes):
+        step.stop_ns = 0
+    else:
+        stamps.resolve(step)
 
 
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:
@@ -177,8 +267,14 @@ def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None
             raise error  # the latter: Ctrl-C and the like
     for context, outcome in zip(contexts, outcomes, strict=True):
         if outcome.error is not None:
-            assert context.track.failed is not None
-            where = FailedStage(context.idx, *context.track.failed)
-            failed = UBatchFailed(f"{where}: {type(outcome.error).__name__}: {outcome.error}")
-            failed.code = where.code
-            raise failed from outcome.error
+            raise _failed(context, outcome.error) from outcome.error
+
+
+def _failed(context: UBatchContext, error: BaseException) -> UBatchFailed:
+    """What says where its ubatch failed."""
+    assert context.track.failed is not None
+    where = FailedStage(context.idx, *context.track.failed)
+    text = str(error) if isinstance(error, HARD) else f"{type(error).__name__}: {error}"
+    failed = UBatchFailed(f"{where}: {text}")
+    failed.code = where.code
+    return failed

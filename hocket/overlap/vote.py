@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from hocket.config.engine import OverlapConfig
-from hocket.config.graphs import fitting_size
+from hocket.config.graphs import GraphConfig, fitting_size, least_for_split
 from hocket.errors import StepDesync
 from hocket.overlap.cost import Wish
 from hocket.overlap.failure import FailedStage
@@ -44,6 +45,7 @@ WISHED_CUTS = slice(NUM_ROWS - 1, -1)
 Column = Sequence[int]
 Table = Sequence[Column]
 INT32_MAX = 0x7FFFFFFF
+NO_GRAPHS = GraphConfig()
 
 
 class _Said(IntEnum):
@@ -58,8 +60,9 @@ class Reason(_Said):
     """Why a step was split or not; the same names in logs, counters and tests. Of several refusals the lowest wins.
 
     disabled: overlap is off. no_work: it is on, but no rank had anything to run. step_dropped: the step before had
-    failed on some rank, so this one, scheduled on top of it, did not run. no_split_graph: decodes for which there is a
-    CUDA graph, but only of the whole step: replaying that is faster than launching halves.
+    failed on some rank, so this one, scheduled on top of it, did not run. no_split_graph: decodes that replay a CUDA
+    graph of the whole step, as there is none of its ubatches, or some rank has too few tokens to have some in each:
+    replaying is faster than launching ubatches.
     """
 
     SPLIT = 0
@@ -77,7 +80,8 @@ class GraphReason(_Said):
     """Why a step in which some rank worked ran in a CUDA graph or not. Of several the lowest that refuses is said.
 
     disabled: none were asked for, or nobody had anything to run. eager_forced: none were captured.
-    no_graph_size: more requests than any graph holds. split: HOCKET_FORCE_SPLIT has it run in parts.
+    no_graph_size: more requests than any graph holds. split: HOCKET_FORCE_SPLIT has it run in parts, and there is no
+    graph of these.
     """
 
     GRAPH = 0
@@ -92,7 +96,8 @@ class GraphReason(_Said):
 class StepPlan:
     """What all ranks do in this step. Token counts are per rank; `num_tokens_max` is what each counts when padded.
 
-    bounds: where the padded tokens are cut, the last one `num_tokens_max`; one entry: the step is not split.
+    bounds: where the padded tokens are cut; the last one is `num_tokens_max`, or the rows of the split graph that all
+    ranks replay; one entry: the step is not split.
     uniform_query: tokens per request if every working rank is a decode of this length, else 0.
     wishes: where each rank would like its own tokens to be cut; empty ones: where the padded ones are.
     """
@@ -123,6 +128,12 @@ class StepPlan:
         if self.wishes[rank]:
             return fitted_bounds(self.wishes[rank], num_tokens, self.bounds)
         return tuple(min(end, num_tokens) for end in self.bounds)
+
+    def parts(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """(tokens of this rank, rows that every rank counts) of each ubatch of a step that replays a graph."""
+        rows = equal_bounds(self.graph_tokens, self.num_ubatches)
+        own = (min(end, self.num_tokens[rank]) for end in rows)
+        return tuple((b - a, d - c) for (a, b), (c, d) in zip(pairwise((0, *own)), pairwise((0, *rows)), strict=True))
 
 
 def facts(
@@ -161,8 +172,8 @@ def facts(
     return column
 
 
-def decide(table: Table, policy: OverlapConfig, graph_sizes: Sequence[int] = ()) -> StepPlan:
-    """The plan every rank derives from the same `table` (one column per rank). graph_sizes: as configured, ascending.
+def decide(table: Table, policy: OverlapConfig, graphs: GraphConfig = NO_GRAPHS) -> StepPlan:
+    """The plan every rank derives from the same `table` (one column per rank).
 
     Raises:
         StepDesync: ranks are at different steps or run different configurations; names the odd rank out.
@@ -177,16 +188,18 @@ def decide(table: Table, policy: OverlapConfig, graph_sizes: Sequence[int] = ())
     codes = ((rank, column[Row.ABORT]) for rank, column in enumerate(table))
     failed = next(((rank, FailedStage.from_code(code)) for rank, code in codes if code), None)
     reason = Reason.STEP_DROPPED if failed else _reason(working, uniform_query, policy)
-    is_forced = reason is Reason.SPLIT and policy.force_split
-    graph, graph_tokens = _graph(table, working, uniform_query, graph_sizes, is_forced)
-    if reason is Reason.SPLIT and graph_tokens:
-        reason = Reason.NO_SPLIT_GRAPH
+    graph, graph_tokens = _graph(table, working, uniform_query, graphs.sizes)
+    if reason is Reason.SPLIT and graph_tokens and not _has_split_graph(working, graph_tokens, policy, graphs):
+        if policy.force_split:  # then ubatches are launched one by one
+            graph, graph_tokens = GraphReason.SPLIT, 0
+        else:
+            reason = Reason.NO_SPLIT_GRAPH
     split = reason is Reason.SPLIT
     return StepPlan(
         step=table[0][Row.STEP],
         reason=reason,
-        bounds=_bounds(working, most, uniform_query or 1, policy) if split else (most,),
-        wishes=tuple(tuple(column[WISHED_CUTS]) if split else () for column in table),
+        bounds=_bounds(working, most, graph_tokens, uniform_query or 1, policy) if split else (most,),
+        wishes=tuple(tuple(column[WISHED_CUTS]) if split and not graph_tokens else () for column in table),
         num_tokens=tokens,
         num_tokens_max=most,
         num_requests_max=max(column[Row.REQUESTS] for column in table),
@@ -214,9 +227,7 @@ def _reason(working: list[Column], uniform_query: int, policy: OverlapConfig) ->
     return min(refusals, default=Reason.SPLIT)
 
 
-def _graph(
-    table: Table, working: list[Column], uniform_query: int, sizes: Sequence[int], is_forced_split: bool
-) -> tuple[GraphReason, int]:
+def _graph(table: Table, working: list[Column], uniform_query: int, sizes: Sequence[int]) -> tuple[GraphReason, int]:
     """Whether all ranks replay a graph, and which: the smallest that the rank with most tokens fits into."""
     if not sizes or not working:
         return GraphReason.DISABLED, 0
@@ -225,19 +236,27 @@ def _graph(
     size = fitting_size(sizes, max(column[Row.TOKENS] for column in working))
     if size == 0:
         return GraphReason.NO_GRAPH_SIZE, 0
-    if is_forced_split:
-        return GraphReason.SPLIT, 0
     if any(column[Row.GRAPH_MODE] == 0 for column in table):
         return GraphReason.EAGER_FORCED, 0
     return GraphReason.GRAPH, size
 
 
-def _bounds(working: list[Column], num_padded: int, unit: int, policy: OverlapConfig) -> tuple[int, ...]:
-    """Where the padded tokens are cut, in multiples of `unit`.
+def _has_split_graph(working: list[Column], size: int, policy: OverlapConfig, graphs: GraphConfig) -> bool:
+    """Whether a step of `size` rows is captured as ubatches, and each working rank has a token for each of them."""
+    fewest = min(column[Row.TOKENS] for column in working)
+    return size in graphs.split_sizes and fewest >= least_for_split(size, policy.num_ubatches)
+
+
+def _bounds(
+    working: list[Column], num_padded: int, graph_tokens: int, unit: int, policy: OverlapConfig
+) -> tuple[int, ...]:
+    """Where the padded tokens are cut, in multiples of `unit`: those of a graph where it was captured.
 
     By cost: in the proportions that the rank with the most estimated work wishes for. In every collective all wait for
     it, so it gets its own cut exactly; the others, who have less to do, come as near to theirs as these parts allow.
     """
+    if graph_tokens:
+        return equal_bounds(graph_tokens, policy.num_ubatches, unit)
     if policy.cut == "equal":
         return equal_bounds(num_padded, policy.num_ubatches, unit)
     heaviest = max(working, key=lambda column: (column[Row.COST], column[Row.TOKENS], tuple(column[WISHED_CUTS])))

@@ -27,11 +27,11 @@ _ALONE = (Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE, Stage.SHARED)
 class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
-    order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go. track: where the
-    ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the rest must still happen.
-    comm_ns: time that transfers took, from the start of the send to the end of the receive, each for itself: those that
-    wait for others on the link count that time too. exposed_ns: the part of it that compute stood still for.
-    comm_bytes: what this rank sent.
+    order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go, with times by
+    `now`. track: where the ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the
+    rest must still happen. comm_ns: time that transfers took, from the start of the send to the end of the receive,
+    each for itself: those that wait for others on the link count that time too. exposed_ns: the part of it that compute
+    stood still for. comm_bytes: what this rank sent.
     """
 
     idx: int
@@ -40,6 +40,7 @@ class UBatchContext:
     peers: list[UBatchContext] = field(repr=False)
     order: tuple[Stage, ...] = _ALONE
     recorded: Step | None = None
+    now: Callable[[], int] = spans.host_ns
     track: Track = field(init=False)
     hooks: deque[Hook] = field(default_factory=deque)
     comm_ns: int = 0
@@ -47,7 +48,7 @@ class UBatchContext:
     comm_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.track = Track(self.idx, self.recorded)
+        self.track = Track(self.idx, self.recorded, self.now)
 
     def run_hooks(self) -> None:
         """Run what other ubatches left for this one, oldest first."""

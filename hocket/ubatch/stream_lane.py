@@ -22,8 +22,9 @@ import torch
 from hocket.dist.record import Record
 from hocket.ubatch.lanes import Lane, Pending, Work
 
-HIGH_PRIORITY = -1
-"""The few thread blocks of a transfer come before the many of compute that are not running yet."""
+HIGH_PRIORITY = -2
+"""The few thread blocks of a transfer come before the many of compute that are not running yet, also where that is
+captured (`worker/capture.py`)."""
 
 
 class Recorded(Pending):
@@ -45,6 +46,7 @@ class StreamLane(Lane):
     """
 
     has_own_thread = False
+    knows_times = False
 
     def __init__(self, device: torch.device, record: Record | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]

@@ -1,45 +1,75 @@
-"""What a step of the largest batch needs beside weights and cache, found by running one. Knows no users' requests.
+"""What steps of the largest batches need beside weights and cache, found by running some. Knows no users' requests.
 
-All ranks of an expert group must run it together: it goes through every layer's collectives.
+All ranks of an expert group must run them together: they go through every layer's collectives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import cycle
+
 import torch
+from torch import Tensor
 
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.engine import EngineConfig
 from hocket.models.base import CausalLM
-from hocket.request import EngineRequest, Request, SamplingParams
-from hocket.scheduler.batch import Batch, BatchBuilder
+from hocket.overlap.executor import UBatchExecutor
+from hocket.overlap.slices import cut_batch, equal_bounds
+from hocket.overlap.views import join, split_inputs
+from hocket.scheduler.batch import Batch
+from hocket.worker.capture import TimeLimit
 from hocket.worker.inputs import build_inputs
+from hocket.worker.made_batch import made_batch, num_blocks_of, prompt_lens
 
 
-def step_bytes(model: CausalLM, config: EngineConfig, device: torch.device) -> int:
-    """Most bytes that a step of max_num_batched_tokens takes on the GPU `device` while it runs, logits included."""
-    batch = largest_batch(config)
+def step_bytes(
+    model: CausalLM, executor: UBatchExecutor, config: EngineConfig, device: torch.device, time_limit: TimeLimit
+) -> int:
+    """Most bytes that a step of max_num_batched_tokens takes on the GPU `device` while it runs, logits included.
+
+    Where steps are split, it also runs as ubatches, and smaller ones do: all kernels of ubatches are compiled then.
+    """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
-    inputs = build_inputs(batch, batch.num_tokens, size, device)
-    num_blocks = sum(len(row.block_ids) for row in batch.requests)
-    cache = allocate_kv_caches(config.model, num_blocks, size, dtype, device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    hidden = model(inputs, cache)
-    model.compute_logits(hidden[: config.scheduler.max_num_seqs]).softmax(dim=-1)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    largest = batch_of(config, config.scheduler.max_num_batched_tokens)
+    cache = allocate_kv_caches(config.model, num_blocks_of(largest), size, dtype, device)
+
+    def whole(batch: Batch) -> list[Tensor]:
+        return [model(build_inputs(batch, batch.num_tokens, size, device), cache)]
+
+    def split(batch: Batch) -> list[Tensor]:
+        bounds = equal_bounds(batch.num_tokens, config.overlap.num_ubatches)
+        cut = cut_batch([row.num_tokens for row in batch.requests], bounds)
+        return executor.run(split_inputs(build_inputs(batch, batch.num_tokens, size, device), cut), cache, "prefill")
+
+    def peak_bytes(run: Callable[[Batch], list[Tensor]], batch: Batch) -> int:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        model.compute_logits(join(run(batch))[: config.scheduler.max_num_seqs]).softmax(dim=-1)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    needed = peak_bytes(whole, largest)
+    for num_tokens in split_sizes(config):
+        what = f"compiling what a step of {num_tokens} tokens in {config.overlap.num_ubatches} ubatches runs"
+        with time_limit(what), executor.patient(config.graphs.capture_timeout_s):
+            needed = max(needed, peak_bytes(split, batch_of(config, num_tokens)))
+    return needed
 
 
-def largest_batch(config: EngineConfig) -> Batch:
-    """As many tokens as a step may have, in prompts as long as the model allows."""
-    size, num_tokens = config.cache.block_size, config.scheduler.max_num_batched_tokens
-    longest = min(config.scheduler.max_model_len, num_tokens)
-    builder, num_blocks = BatchBuilder(num_tokens), 0
-    while builder.budget:
-        done, length = num_tokens - builder.budget, min(longest, builder.budget)
-        token_ids = [token % config.model.vocab_size for token in range(done, done + length)]
-        request = Request(EngineRequest(f"largest-{done}", token_ids, SamplingParams()))
-        request.block_ids = list(range(num_blocks, num_blocks + -(-length // size)))
-        num_blocks = request.block_ids[-1] + 1
-        builder.add(request, length, is_prefill=True)
-    return builder.build()
+def split_sizes(config: EngineConfig) -> list[int]:
+    """Tokens of prefill steps that differ in their kernels: the most there can be, half of that, and so on to the least
+    that is split; none where no step is."""
+    overlap = config.overlap
+    least = overlap.num_ubatches if overlap.force_split else overlap.prefill_token_threshold
+    found, size = [], config.scheduler.max_num_batched_tokens
+    while overlap.num_ubatches > 1 and size >= least:
+        found.append(size)
+        size //= 2
+    return found
+
+
+def batch_of(config: EngineConfig, num_tokens: int) -> Batch:
+    """So many tokens, in prompts as long as the model allows."""
+    lens = prompt_lens(num_tokens, min(config.scheduler.max_model_len, num_tokens))
+    return made_batch(lens, cycle(range(config.model.vocab_size)), config.cache.block_size)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.channel.messages import States
 from hocket.config.engine import EngineConfig
+from hocket.config.graphs import GraphConfig
 from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
 from hocket.errors import HocketError
@@ -27,10 +30,13 @@ from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
+from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
-from hocket.worker.graphs import DecodeGraphs, TimeLimit
+from hocket.worker import split_worth
+from hocket.worker.capture import TimeLimit
+from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
@@ -58,7 +64,9 @@ class Runner:
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
         link = config.parallel.emulated_link
         if link is not None:
-            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
+            factory.transport = LinkEmulator(
+                factory.transport, link.latency_us, link.gb_per_s, mesh.device, link.token_bytes
+            )
         backends = backends_for(
             config.attention_backend,
             config.deterministic,
@@ -72,44 +80,69 @@ class Runner:
         self.load_report = self._load(placement, on_progress)
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
-        block_bytes = bytes_per_block(config.model, dtype, config.cache.block_size)
-        self.num_blocks = num_cache_blocks(config, block_bytes, self._free_bytes(), self._ranks_per_device())
-        self.cache_bytes = self.num_blocks * block_bytes
-        self.graph_sizes = self._graph_sizes(factory)
-        num_allocated = self.num_blocks + bool(self.graph_sizes)  # the last one is the padding rows'
-        self.kv_caches = allocate_kv_caches(config.model, num_allocated, config.cache.block_size, dtype, mesh.device)
-        overlap = config.overlap
-        self.executor = UBatchExecutor(
-            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
-        )
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
         self._states: StateRecord | None = None
         self._last_ids: Tensor | None = None
         self.graphs = DecodeGraphs()
-        if config.async_scheduling or self.graph_sizes:
-            self._last_ids = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=mesh.device)
-        if self.graph_sizes and self._last_ids is not None:
-            self._capture(self._last_ids, on_progress, time_limit)
-
-    def _capture(self, last_ids: Tensor, on_progress: OnProgress, time_limit: TimeLimit) -> None:
-        self.graphs.capture(
+        self.graph_config = self._graph_config(factory)
+        overlap = config.overlap
+        self.executor = UBatchExecutor(
             self.model,
-            self.kv_caches,
-            self.config.scheduler.max_model_len,
-            self.graph_sizes,
-            last_ids,
-            time_limit,
-            lambda done, total: on_progress("capture", done, total),
+            overlap.executor,
+            overlap.num_ubatches,
+            config.step_timeout_s,
+            mesh.device,
+            mesh.record,
+            budget_of(self.model, factory.transport, config, mesh.device),
         )
+        try:
+            self._allocate(dtype, time_limit)
+            self._capture(on_progress, time_limit)
+        except BaseException:
+            self.executor.close()
+            raise
 
-    def _graph_sizes(self, factory: MoEFactory) -> tuple[int, ...]:
-        """The sizes to capture: those of the configuration, none where a backend of any rank cannot be captured, since
+    def _allocate(self, dtype: torch.dtype, time_limit: TimeLimit) -> None:
+        """The KV cache, and the ids that the last step sampled, where the next one may need them."""
+        config, device, block_size = self.config, self.mesh.device, self.config.cache.block_size
+        block_bytes = bytes_per_block(config.model, dtype, block_size)
+        free_bytes = self._free_bytes(time_limit)
+        self.num_blocks = num_cache_blocks(config, block_bytes, free_bytes, self._ranks_per_device())
+        self.cache_bytes = self.num_blocks * block_bytes
+        num_allocated = self.num_blocks + bool(self.graph_config.sizes)  # the last one is the padding rows'
+        self.kv_caches = allocate_kv_caches(config.model, num_allocated, block_size, dtype, device)
+        if config.async_scheduling or self.graph_config.sizes:
+            self._last_ids = torch.zeros(config.scheduler.max_num_seqs, dtype=torch.int64, device=device)
+
+    def _capture(self, on_progress: OnProgress, time_limit: TimeLimit) -> None:
+        """The graphs, if any; rank 0 says where splitting a decode takes longer than not to."""
+        if not self.graph_config.sizes:
+            return
+        assert self._last_ids is not None
+        parts = Parts(
+            rank=self.mesh.rank,
+            model=self.model,
+            kv_caches=self.kv_caches,
+            max_model_len=self.config.scheduler.max_model_len,
+            last_ids=self._last_ids,
+            executor=self.executor,
+            num_ubatches=self.config.overlap.num_ubatches,
+        )
+        progress = partial(on_progress, "capture")
+        self.graphs.capture(parts, self.graph_config, time_limit, progress)
+        if sizes := self.graph_config.split_sizes:
+            compared = split_worth.compare(self.graphs, parts, sizes, time_limit)
+            if self.mesh.rank == 0:
+                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
+
+    def _graph_config(self, factory: MoEFactory) -> GraphConfig:
+        """What to capture: what the configuration says, nothing where a backend of any rank cannot be captured, since
         all of them capture together."""
-        sizes = self.config.graphs.sizes
-        if not sizes:
-            return ()
+        config = self.config.graphs
+        if not config.sizes:
+            return config
         reason = self._uncapturable(factory)
         reasons = gather_texts(reason) if self.mesh.ep_size > 1 else [reason]
         for rank, why in enumerate(reasons):
@@ -117,7 +150,7 @@ class Runner:
                 logger.warning("no CUDA graphs: %s cannot be captured", why)
             elif why and not reason:
                 logger.warning("no CUDA graphs: on rank %d %s cannot be captured", rank, why)
-        return () if any(reasons) else sizes
+        return replace(config, sizes=(), split_sizes=()) if any(reasons) else config
 
     def _uncapturable(self, factory: MoEFactory) -> str:
         """Which backends of this rank cannot be captured; "": all can."""
@@ -134,12 +167,12 @@ class Runner:
             self.model, self.config.model_path, on_progress=lambda done, total: on_progress("load", done, total)
         )
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self, time_limit: TimeLimit) -> int:
         """What the KV cache may take a share of: on a GPU what the largest step leaves."""
         device = self.mesh.device
         if device.type == "cpu":
             return available_bytes(device)
-        needed = step_bytes(self.model, self.config, device)
+        needed = step_bytes(self.model, self.executor, self.config, device, time_limit)
         torch.cuda.empty_cache()
         return available_bytes(device) - needed
 
@@ -188,7 +221,7 @@ class Runner:
 
     def _replay(self, batch: Batch, plan: StepPlan, before: InFlight | None) -> tuple[Tensor, Tensor]:
         """Logits fp32 [N, V] and greedy ids [N] of the batch's rows, until the next replay."""
-        graph = self.graphs[plan.graph_tokens]
+        graph = self.graphs[plan.graph_tokens, plan.num_ubatches]
         sources = None if before is None else before.sources
         graph.replay(HostInputs.of(batch, self.config.cache.block_size, sources))
         return graph.logits[: batch.num_tokens], graph.ids[: batch.num_tokens]
@@ -253,6 +286,7 @@ class Runner:
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
+        shares = self.executor.budget.shares
         return {
             "num_blocks": self.num_blocks,
             "cache_bytes": self.cache_bytes,
@@ -262,8 +296,10 @@ class Runner:
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
+            "sms": shares and asdict(shares),
             "graphs": {
-                "sizes": list(self.graph_sizes),
+                "sizes": list(self.graph_config.sizes),
+                "split_sizes": list(self.graph_config.split_sizes),
                 "seconds": self.graphs.seconds,
                 "bytes": self.graphs.num_bytes,
             },

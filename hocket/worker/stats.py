@@ -23,7 +23,8 @@ class StepRecord:
 
     phase: of this rank's own batch; a rank without requests is idle also where the others work. ubatches: (this rank's
     tokens, rows every rank counts) of each ubatch; empty where the model did not run. us: durations by part. comm_us:
-    the time of its transfers; exposed_us: the part of it that compute stood still for; comm_bytes: what was sent.
+    the time of its transfers; exposed_us: the part of it that compute stood still for (None: nobody timed them, as on
+    a GPU); comm_bytes: what was sent, as far as it was counted: nobody counts what a CUDA graph sends.
     """
 
     plan: StepPlan
@@ -31,8 +32,8 @@ class StepRecord:
     ubatches: tuple[tuple[int, int], ...] = ()
     us: Mapping[str, float] = field(default_factory=dict)
     has_failed: bool = False
-    comm_us: float = 0.0
-    exposed_us: float = 0.0
+    comm_us: float | None = None
+    exposed_us: float | None = None
     comm_bytes: int = 0
 
 
@@ -56,6 +57,7 @@ class StepStats:
         self.reasons: dict[str, dict[str, int]] = {}
         self.forwards = 0
         self.split = 0
+        self.timed = 0
         self.comm_us = self.exposed_us = 0.0
         self.comm_bytes = 0
         self.failed = 0
@@ -76,15 +78,17 @@ class StepStats:
         if record.ubatches:
             self._count_forward(record)
         if record.ubatches and not record.has_failed:
-            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us)
+            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us or 0.0, record.exposed_us or 0.0)
         else:
             self.pace.interrupt()
 
     def _count_forward(self, record: StepRecord) -> None:
         self.forwards += 1
         add(self.graphs, record.plan.graph.label)
-        self.comm_us += record.comm_us
-        self.exposed_us += record.exposed_us
+        if record.comm_us is not None and record.exposed_us is not None:
+            self.timed += 1
+            self.comm_us += record.comm_us
+            self.exposed_us += record.exposed_us
         self.comm_bytes += record.comm_bytes
         if len(record.ubatches) > 1:
             self.split += 1
@@ -102,8 +106,9 @@ class StepStats:
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values. Times in µs: `sum` over all steps, the rest over the last WINDOW steps.
 
-        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank. graphs: the latter by
-        whether they ran in a CUDA graph, or why not (GraphReason).
+        overlap.steps are all steps, overlap.forwards those in which the model ran on this rank, overlap.timed those of
+        them whose transfers were timed, which comm_us and exposed_comm_us are of. graphs: forwards by whether they ran
+        in a CUDA graph, or why not (GraphReason).
         """
         return {
             "steps": self.steps,
@@ -116,6 +121,7 @@ class StepStats:
                 "steps": self.steps,
                 "forwards": self.forwards,
                 "split": self.split,
+                "timed": self.timed,
                 "reasons": {phase: dict(reasons) for phase, reasons in self.reasons.items()},
                 "ubatch_tokens": dict(self.ubatch_tokens),
                 "comm_us": self.comm_us,
@@ -139,9 +145,12 @@ def overlap_line(overlap: Mapping[str, Any]) -> str:
     others = list_reasons({reason: n for reason, n in reasons.items() if reason != Reason.SPLIT.label})
     if others:
         line += f" ({others})"
-    forwards = overlap["forwards"] or 1
-    exposed, total = (overlap[name] / forwards / 1000 for name in ("exposed_comm_us", "comm_us"))
-    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step"
+    timed, forwards = overlap["timed"], overlap["forwards"]
+    if forwards and not timed:
+        return f"{line}, comm not timed"
+    exposed, total = (overlap[name] / (timed or 1) / 1000 for name in ("exposed_comm_us", "comm_us"))
+    which = f" of the {timed} that were timed" if timed < forwards else ""
+    return f"{line}, exposed comm {exposed:.2f} of {total:.2f} ms/step{which}"
 
 
 def list_reasons(reasons: Mapping[str, int]) -> str:

@@ -39,6 +39,10 @@ class StepLog:
         self._due_at = self._due_at_end = -math.inf
         self._watch = VainWatch(overlap) if rank == 0 and overlap.num_ubatches > 1 else None
 
+    def stop_watching(self) -> None:
+        """Somebody says at run time what is split: nothing was asked for in vain."""
+        self._watch = None
+
     def count_tokens(self, prompt: int, generated: int) -> None:
         """Of the step that `step` is about to be told of."""
         self._interval.stats.prompt_tokens += prompt
@@ -171,7 +175,7 @@ class VainWatch:
         if reason == Reason.PREFIX_HAZARD.label:
             return "requests read prefixes that others compute in the same step; send one of each prefix ahead"
         if reason == Reason.NO_SPLIT_GRAPH.label:
-            return "decodes replay CUDA graphs, which hold whole steps; that is faster than launching halves"
+            return "decodes replay whole graphs: ranks differ too much in requests, or --no-split-graphs was given"
         if reason != Reason.BELOW_THRESHOLD.label:
             return "without a split overlap only costs; leave it off"
         found = [

@@ -32,7 +32,8 @@ from hocket.moe.transport.torch_a2a import TorchTransport
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST
 from hocket.trace import spans
-from hocket.trace.spans import Stage
+from hocket.trace.figures import step_figures
+from hocket.trace.spans import COMPUTE, Recorder, Stage
 
 GPU = torch.device("cuda", 0)
 NUM_LAYERS = 4
@@ -67,7 +68,7 @@ class Stack(nn.Module):
             assert isinstance(layer, MoELayer)
             layer.transport = transport
 
-    def forward(self, inputs: Any, kv_cache: list[Tensor]) -> Tensor:
+    def forward(self, inputs: Any, kv_cache: list[Tensor], plan: Any = None) -> Tensor:
         x = inputs.x
         for layer in self.layers:
             spans.begin(Stage.QKV)
@@ -204,3 +205,31 @@ def test_compute_hides_transfers(large: Stack, name: str, kind: str) -> None:
     assert exposed[1] >= 0.95 * on_link[1]
     assert exposed[2] <= 0.3 * on_link[2]
     assert times[2, LINK_US] < times[1, LINK_US]
+
+
+@pytest.mark.parametrize("kind", EXECUTORS)
+def test_a_recorded_step_tells_what_ran_beside_what(large: Stack, kind: str) -> None:
+    """By events on both streams: the same hidden share as by the times of whole steps, and none without a split."""
+    x = torch.randn(16384, 4096, device=GPU, dtype=torch.bfloat16)
+    large.use(LinkEmulator(transport_of("local"), LINK_US, 1e9, GPU))
+    for n in (1, 2):
+        executor = UBatchExecutor(large, kind, n, 30.0, GPU)  # type: ignore[arg-type]
+        us = median_us(executor, parts_of(x, n))
+        executor.recorder = Recorder()
+        for _ in range(2):
+            run(executor, parts_of(x, n))
+        executor.close()
+        (_, step) = executor.recorder.finished
+        figures = step_figures([step])
+        print(f"\n{kind}, {n}: step {us:.0f} µs, recorded {figures.per_step_us()}")
+        assert step.start_ns > 0
+        assert all(step.start_ns <= span.start_ns <= span.stop_ns <= step.stop_ns for span in step.spans)
+        compute = [span for span in step.spans if span.lane == COMPUTE]
+        assert figures.compute_ns == sum(span.stop_ns - span.start_ns for span in compute), "one at a time"
+        assert figures.step_ns / 1e3 == pytest.approx(us, rel=0.1)
+        on_link_ns = NUM_LAYERS * 2 * n * LINK_US * 1e3
+        assert figures.comm_ns >= 0.95 * on_link_ns
+        if n == 1:
+            assert figures.hidden_ns <= 0.02 * figures.comm_ns
+        else:
+            assert figures.hidden_share >= 0.7

@@ -60,18 +60,18 @@ def test_same_answers_as_transformers(groups: Groups, checkpoints: Callable[...,
 def test_overlap_changes_no_answer_in_bf16(
     groups: Groups, checkpoints: Callable[..., Path], model: str, executor: str
 ) -> None:
-    """With FlashInfer's plans of two ubatches at once; decodes replay their graph of the whole step."""
+    """With FlashInfer's plans of two ubatches at once; decodes replay graphs of ubatches, or of the whole step."""
     path = checkpoints(model)
     asked, params = prompts(path, LENGTHS, num_tokens=24), [greedy(4 + 3 * i) for i in range(len(LENGTHS))]
     found = []
-    for is_eager in (True, False):
-        for overlap in ({}, {"enable_dbo": True, "ubatch_executor": executor, **thresholds(2)}):
-            with groups.llm(path, 2, enforce_eager=is_eager, **BF16, **overlap, **SLOW_START) as llm:
-                found.append([ids_of(llm.generate(asked, params, use_tqdm=False)) for _ in range(2)][-1])
-                if overlap:
-                    reasons = assert_add_up(settled_stats(llm), 2)
-                    assert reasons["split"] > 0
-                    assert (reasons["no_split_graph"] > 0) is not is_eager, reasons
+    dual = {"enable_dbo": True, "ubatch_executor": executor, **thresholds(2)}
+    for options in ({"enforce_eager": True}, {"enforce_eager": True, **dual}, {}, {"split_graphs": False, **dual}):
+        with groups.llm(path, 2, **BF16, **options, **SLOW_START) as llm:
+            found.append([ids_of(llm.generate(asked, params, use_tqdm=False)) for _ in range(2)][-1])
+            if "enable_dbo" in options:
+                reasons = assert_add_up(settled_stats(llm), 2)
+                assert reasons["split"] > 0
+                assert (reasons["no_split_graph"] > 0) is ("split_graphs" in options), reasons
     assert all(share_of_equal(found[0], others) >= 0.9 for others in found[1:])
 
 

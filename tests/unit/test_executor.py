@@ -13,7 +13,7 @@ from checkpoints import make
 from test_views import make_inputs
 from torch import Tensor, nn
 
-from hocket.cache.storage import allocate_kv_caches
+from hocket.cache.storage import allocate_kv_caches, slot_bytes_of
 from hocket.config.model import ModelConfig
 from hocket.dist.mesh import Mesh
 from hocket.errors import OverlapError, RankLost, UBatchFailed
@@ -94,6 +94,14 @@ class Bench:
         cache = allocate_kv_caches(self.config, 16, BLOCK, torch.float32, CPU)
         with torch.inference_mode():
             return join(executor.run(self.inputs(n), cache, "prefill"))
+
+    def run_captured(self, executor: UBatchExecutor, n: int) -> Tensor:
+        """The same with plans of the attention that are made before."""
+        cache = allocate_kv_caches(self.config, 16, BLOCK, torch.float32, CPU)
+        parts, attention, slot_bytes = self.inputs(n), self.model.backends.attention, slot_bytes_of(cache[0])
+        with torch.inference_mode():
+            plans = [attention.plan(u.attention, len(u.token_ids), BLOCK, torch.float32, slot_bytes) for u in parts]
+            return join(executor.run_captured(parts, cache, plans))
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,9 @@ def test_schedule_follows_the_transport() -> None:
     plain = described(**DBO)["schedules"]["prefill"]
     assert plain["lanes"][0] == {"comm": "D₀", "compute": ["A0₁", "A1₁"]}
     assert not any("recv" in launch for launch in plain["order"])
+    blocking = described(**DBO, device="cuda", all2all_backend="torch")["schedules"]["prefill"]
+    assert blocking["lanes"][:2] == [{"comm": "D₀", "compute": ["A0₁", "A1₁"]}, {"comm": "D₁", "compute": ["M₀"]}]
+    assert blocking["order"].index("M₀") < blocking["order"].index("D₁ send")
     apart = described(**DBO, emulate_link_gb_per_s=1)["schedules"]["prefill"]
     assert apart["order"].index("D₀ recv") < apart["order"].index("D₁ send")
     assert len(described(**{**DBO, "enable_dbo": False, "ubatch_size": 3})["schedules"]["decode"]["lanes"]) == 6
@@ -109,8 +112,31 @@ def test_on_gpus_decodes_replay_graphs_and_torch_hands_over_first(monkeypatch: p
     found = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40)
     assert found["splits"]["decode"] == [
         {"tokens": [1, 31], "reason": "below_threshold"},
+        {"tokens": [32, 64], "reason": "split"},
+    ]
+    assert found["graphs"]["split_sizes"] == [32, 40]
+    decodes = [one for one in found["steps"] if (one["phase"], one["what"]) == ("decode", "all ranks alike")]
+    assert {one["tokens"][0]: (one["graph_tokens"], one["ubatches"]) for one in decodes} == {
+        1: (1, []),
+        31: (32, []),
+        32: (32, [16, 16]),
+        40: (40, [20, 20]),
+        41: (0, [20, 21]),
+        64: (0, [32, 32]),
+    }
+    whole = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40, split_graphs=False)
+    assert whole["splits"]["decode"] == [
+        {"tokens": [1, 31], "reason": "below_threshold"},
         {"tokens": [32, 40], "reason": "no_split_graph"},
         {"tokens": [41, 64], "reason": "split"},
+    ]
+    assert whole["graphs"]["split_sizes"] == []
+    few = described(**DBO, max_num_seqs=128, cudagraph_capture_sizes="40,128")
+    assert few["splits"]["decode"] == [
+        {"tokens": [1, 31], "reason": "below_threshold"},
+        {"tokens": [32, 40], "reason": "split"},
+        {"tokens": [41, 64], "reason": "no_split_graph"},
+        {"tokens": [65, 128], "reason": "split"},
     ]
     eager = described(**DBO, all2all_backend="torch", max_num_seqs=64)
     assert [run["reason"] for run in eager["splits"]["decode"]] == ["below_threshold", "split"]
@@ -135,6 +161,18 @@ def test_messages_of_fixed_shapes_are_rows_to_all_others(device: str) -> None:
     back = RowFormat(hidden, 0, torch.bfloat16).row_bytes if device == "cpu" else hidden * 2
     assert (found["dispatch_bytes"], found["combine_bytes"]) == (7 * row, 7 * back)
     assert found["received_bytes"] == 8 * row
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_room_for_uneven_messages(device: str) -> None:
+    """A CPU is told how many rows come, as many as are sent; on a GPU there is room for all of all ranks."""
+    config = resolved(model=V3, data_parallel_size=8, enable_expert_parallel=True, device=device, dtype="bfloat16")
+    (found,) = (one for one in messages(config) if one["name"] == "torch")
+    row = RowFormat(config.model.hidden_size, config.model.moe.top_k, torch.bfloat16).row_bytes
+    if device == "cuda":
+        assert found["received_bytes"] == 8 * row
+    else:
+        assert found["dispatch_bytes"] < found["received_bytes"] <= found["dispatch_bytes"] + row
 
 
 def test_uneven_messages_go_to_the_ranks_of_the_experts() -> None:
@@ -247,7 +285,7 @@ def test_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"model": V3, "data_parallel_size": 8, "enable_expert_parallel": True, "device": "cuda"}
     found = described(None, **shape, max_num_seqs=64)
     assert (found["gpus_here"], found["assumed_gpus"]) == (0, 8)
-    assert found["graphs"] == {"sizes": [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64], "uncapturable": []}
+    assert found["graphs"] == {"sizes": [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64], "split_sizes": [], "uncapturable": []}
     assert found["backends"]["attention"]["name"] == "flashinfer"
     assert found["backends"]["experts"]["name"] == "triton_grouped"
     assert found["memory"]["free_bytes"] is None

@@ -13,7 +13,7 @@ import pytest
 from hocket.config.engine import OverlapConfig
 from hocket.envs import LOG_INTERVAL
 from hocket.errors import ConfigError
-from hocket.overlap.vote import NUM_ROWS, Reason, Row, StepPlan, decide
+from hocket.overlap.vote import NUM_ROWS, GraphReason, Reason, Row, StepPlan, decide
 from hocket.scheduler.scheduler import SchedulerCounters
 from hocket.worker import step_log
 from hocket.worker.stats import StepRecord, StepStats, overlap_line
@@ -46,6 +46,9 @@ def record_of(plan: StepPlan, mine: int = 0, phase: str = "decode") -> StepRecor
     return StepRecord(plan, phase, parts, {"forward": 5.0}, comm_us=2000.0, exposed_us=500.0)  # type: ignore[arg-type]
 
 
+REPLAYED = replace(plan_of(16, 13), graph=GraphReason.GRAPH, graph_tokens=16, bounds=(8, 16))
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
@@ -57,6 +60,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ("record", "line"),
     [
         (record_of(plan_of(9, 8), 8), "step 7: decode, split, tokens 0:4 4:8 of padded 0:4 4:9, eager"),
+        (
+            StepRecord(REPLAYED, "decode", REPLAYED.parts(1)),
+            "step 7: decode, split, tokens 0:8 8:13 of padded 0:8 8:16, graph of 16",
+        ),
         (record_of(plan_of(9, 0), 0, "idle"), "step 7: idle, split, tokens 0:0 0:0 of padded 0:4 4:9, eager"),
         (record_of(plan_of(2, 3), 2), "step 7: decode, below_threshold, tokens 0:2 of padded 0:3, eager"),
         (record_of(plan_of(0, 0), 0, "idle"), "step 7: idle, no_work, model not run"),
@@ -204,7 +211,7 @@ def test_decodes_that_replay_graphs_are_no_mistake(caplog: pytest.LogCaptureFixt
     for _ in range(WARN_AFTER_STEPS):
         log.step(record_of(whole, 8), ends_run=False)
     (message,) = warnings_of(caplog)
-    assert "decode steps was split (no_split_graph 1000): decodes replay CUDA graphs" in message
+    assert "decode steps was split (no_split_graph 1000): decodes replay whole graphs" in message
 
 
 @pytest.mark.parametrize(
@@ -257,3 +264,20 @@ def test_every_reason_is_counted_and_adds_up() -> None:
         "overlap: split 3/6 steps (below_threshold 1, no_work 1, step_dropped 1), exposed comm 0.50 of 2.00 ms/step"
     )
     assert step_line(failing).endswith(", eager, failed")
+
+
+def test_replays_are_counted_as_split_and_as_nobody_timed_them() -> None:
+    stats = StepStats()
+    replayed = StepRecord(REPLAYED, "decode", REPLAYED.parts(1), {"forward": 5.0})
+    stats.count_step(replayed)
+    found = stats.snapshot()
+    assert (found["overlap"]["split"], found["overlap"]["ubatch_tokens"], found["graphs"]) == (
+        1,
+        {"8+5": 1},
+        {"graph": 1},
+    )
+    assert overlap_line(found["overlap"]) == "overlap: split 1/1 steps, comm not timed"
+    for _ in range(2):
+        stats.count_step(record_of(plan_of(8, 8), 8))
+    line = overlap_line(stats.snapshot()["overlap"])
+    assert line == "overlap: split 3/3 steps, exposed comm 0.50 of 2.00 ms/step of the 2 that were timed"

@@ -28,7 +28,8 @@ class Experts(nn.Module, ABC):
     captures: ClassVar[bool] = False
     """Whether a CUDA graph can hold it: the host never waits for the device."""
     num_sms: int | None = None
-    """How many multiprocessors the products may take where the backend can be told, None for all."""
+    """How many multiprocessors the products may take, None for all, where the backend is told at each call. DeepGEMM
+    is told for the whole process (`fp8.limit_sms`)."""
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
-from hocket.quant import fp8
 
 WIDTH_MULTIPLE = 64
 """DeepGEMM reads so many columns at a time."""
@@ -48,7 +47,6 @@ class DeepGemmExperts(Experts):
         x = x if x.stride(1) == 1 else x.contiguous()
         places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=len(x) <= MASKED_MAX_ROWS)
         expected = max(1, round(self.rows_per_expert(ids)))
-        fp8.limit_sms(self.num_sms)
         gate_up = self._product(permute.scatter_rows(x, places, ids.shape[1]), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)
         return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)

@@ -52,7 +52,6 @@ class Fp8Experts(Experts):
 
         places, rows_of_group = self._places(ids)
         of_slot, expected = places.place_of_slot, max(1, round(self.rows_per_expert(ids)))
-        fp8.limit_sms(self.num_sms)
         rows = kernels.quantize_to_places(x, of_slot, places.num_places, rows_of_group)
         gate_up = self._product(rows, places, self.w13, self.w13_scale, expected)
         rows = kernels.quantize_gated_places(gate_up, of_slot, rows_of_group)

@@ -6,7 +6,7 @@ Shapes: T a rank's rows, N rows received, D hidden, K top-k, E experts of all ra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +51,8 @@ class Transport(ABC):
     """Whether a CUDA graph can hold its transfers."""
     is_apart: ClassVar[bool] = False
     """Whether transfers have a `receive` of their own."""
+    max_sms: ClassVar[int | None] = None
+    """How many multiprocessors of a GPU its transfers can take at most; None: as many as NCCL may in its group."""
 
     @abstractmethod
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
@@ -68,6 +70,22 @@ class Transport(ABC):
         what all ranks computed for each of this rank's rows, in fp32 where the backend allows: [T, D] in expert_out's
         dtype.
         """
+
+    def limit_sms(self, num_sms: int) -> Callable[[], object]:
+        """Let transfers that are launched from now on take at most num_sms ≤ max_sms multiprocessors, where that can
+        be said while the engine runs; what it returns brings back what was found. NCCL's were told at start.
+        """
+        return _nothing
+
+
+def _nothing() -> None:
+    """There was nothing to change."""
+
+
+def most_received(num_ranks: int, num_padded_max: int) -> int:
+    """Rows that a dispatch can bring: all of all ranks. For so many there is room where the host is not told how many
+    come."""
+    return num_ranks * num_padded_max
 
 
 def check_numbers(mine: int, theirs: Iterable[Tensor]) -> None:

@@ -31,6 +31,12 @@ def transport_class(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def traits(name: str) -> dict[str, Any]:
+    """What the transport `name` states of itself: {max_sms, is_apart, launch_blocks, captures}, see `Transport`."""
+    kind = transport_class(name)
+    return {key: getattr(kind, key) for key in ("max_sms", "is_apart", "launch_blocks", "captures")}
+
+
 def build_transport(
     name: str, placement: ExpertPlacement, *, rank: int, group: Group | None, device: torch.device
 ) -> Transport:
