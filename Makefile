@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVER_STAMP := $(VENV)/.installed-server
 DEV_STAMP := $(VENV)/.installed-dev
 
 # Without a GPU, PyTorch's CPU builds save gigabytes: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 # A plain path entry: otherwise a folder named hocket beside a script would hide the package.
 EDITABLE := --config-settings editable_mode=compat
 
-.PHONY: help demo test test-full test-triton lint fmt type bench clean
+.PHONY: help demo serve test test-full test-triton lint fmt type bench clean
 
 help: ## what each verb does
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -22,6 +23,10 @@ $(STAMP): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(BIN)/pip install -q --disable-pip-version-check $(EDITABLE) -e .
+	@touch $@
+
+$(SERVER_STAMP): $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check $(EDITABLE) -e '.[server]'
 	@touch $@
 
 $(DEV_STAMP): $(STAMP)
@@ -36,6 +41,9 @@ demo: $(STAMP) ## generate text with the shipped model on two ranks, then overla
 	  --prompt "The lady was" \
 	  --prompt "In the beginning"
 	$(BIN)/hocket bench overlap --model tiny --repeats 3
+
+serve: $(SERVER_STAMP) ## serve the shipped model on two ranks, at http://127.0.0.1:8000
+	$(BIN)/hocket serve tiny --data-parallel-size 2 --enable-expert-parallel --enable-dbo
 
 test: $(DEV_STAMP) ## run the tests (quick selection)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not alone" -n 2 --ignore tests/gloo

@@ -6,7 +6,7 @@ Knows which rank has which request; knows nothing of how ranks work or of how re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -70,8 +70,39 @@ class RankLoad:
     busy_since: float = 0.0
 
 
+@dataclass(slots=True)
+class _Placed:
+    """Where an engine request is, and the tokens that its rank still counts for it."""
+
+    rank: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A step whose results were worthless, and the user's requests that lost a completion by it. is_cause: it failed on
+    the rank that reports it; the other ranks report the same step."""
+
+    message: str
+    is_cause: bool
+    requests: list[RequestOutput]
+
+
 class EngineClient:
-    """Requests in, RequestOutputs out, over a configured RankGroup."""
+    """Requests in, RequestOutputs out, over a configured RankGroup.
+
+    balance_by_tokens: a request without a rank goes to the one with the fewest tokens still to compute, instead of the
+    fewest requests.
+    """
+
+    balance_by_tokens: bool = False
+    on_stats: Callable[[Stats], None] | None = None
+    """Gets the counters that ranks were asked for with `ask_stats`."""
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
@@ -79,12 +110,12 @@ class EngineClient:
         self.processor = processor
         self._loads = [RankLoad() for _ in group.ranks]
         self._silence_checked_at = 0.0
-        self._rank_of: dict[str, tuple[int, int]] = {}  # engine request id → rank, tokens it was counted with
+        self._placed: dict[str, _Placed] = {}  # by engine request id
         self.listener: Listener | None = None
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._rank_of)
+        return bool(self._placed)
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams | None = None, rank: int | None = None) -> None:
         """Queue one prompt, on `rank` or on the one with the least to do.
@@ -122,25 +153,38 @@ class EngineClient:
             raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
 
     def _assign(self, request: EngineRequest, rank: int | None) -> int:
-        """The rank for a request: fewest requests, then fewest tokens."""
+        """The rank for a request: fewest requests, then fewest tokens; by `balance_by_tokens` the other way round."""
         if rank is None:
-            rank = min(self.group.ranks, key=lambda r: (self._loads[r].num_requests, self._loads[r].num_tokens))
-        tokens = len(request.prompt_token_ids) + request.max_tokens
+            rank = min(self.group.ranks, key=self._burden)
+        placed = _Placed(rank, len(request.prompt_token_ids), request.max_tokens)
         load = self._loads[rank]
         if load.num_requests == 0:
             load.busy_since = time.monotonic()
         load.num_requests += 1
-        load.num_tokens += tokens
-        self._rank_of[request.request_id] = (rank, tokens)
+        load.num_tokens += placed.num_tokens
+        self._placed[request.request_id] = placed
         return rank
 
+    def _burden(self, rank: int) -> tuple[int, int]:
+        load = self._loads[rank]
+        return (load.num_tokens, load.num_requests) if self.balance_by_tokens else (load.num_requests, load.num_tokens)
+
+    def _computed(self, output: TokenOutput) -> None:
+        """A request has fewer tokens to go: those of this output and, with the first one, those of its prompt."""
+        placed = self._placed.get(output.request_id)
+        if placed is not None:
+            done = placed.num_prompt_tokens + min(len(output.token_ids), placed.num_output_tokens)
+            placed.num_output_tokens -= done - placed.num_prompt_tokens
+            placed.num_prompt_tokens = 0
+            self._loads[placed.rank].num_tokens -= done
+
     def _ended(self, engine_request_id: str, reason: str) -> None:
-        entry = self._rank_of.pop(engine_request_id, None)
-        if entry is not None:
+        placed = self._placed.pop(engine_request_id, None)
+        if placed is not None:
             if self.listener is not None:
                 self.listener.ended(engine_request_id, reason, time.monotonic())
-            self._loads[entry[0]].num_requests -= 1
-            self._loads[entry[0]].num_tokens -= entry[1]
+            self._loads[placed.rank].num_requests -= 1
+            self._loads[placed.rank].num_tokens -= placed.num_tokens
 
     def poll(self, timeout_s: float) -> list[RequestOutput]:
         """Results that changed, each as it is now; waits up to `timeout_s` for the first.
@@ -148,6 +192,12 @@ class EngineClient:
         Raises:
             HocketError: a rank failed, ended or fell silent; every request is lost then.
         """
+        changed, failed = self.advance(timeout_s)
+        _raise_cause(failed)
+        return changed
+
+    def advance(self, timeout_s: float) -> tuple[list[RequestOutput], list[FailedStep]]:
+        """As `poll`, but steps that failed are returned, with the requests they cost, so that the others can go on."""
         messages = self.group.receive(timeout_s)
         now = time.monotonic()
         if now > self._silence_checked_at + _CHECK_SILENCE_S:
@@ -155,14 +205,16 @@ class EngineClient:
             self._check_silence(now)
         return self._process(messages)
 
-    def _process(self, messages: Iterable[RankMessage]) -> list[RequestOutput]:
+    def _process(self, messages: Iterable[RankMessage]) -> tuple[list[RequestOutput], list[FailedStep]]:
         changed: dict[str, RequestOutput] = {}
-        failed: list[StepFailed] = []
+        failed: list[FailedStep] = []
         now = time.monotonic()
         for message in messages:
             if isinstance(message, StepFailed):
-                failed.append(message)
-            if isinstance(message, Counters) and self.listener is not None:
+                failed.append(self._fail(message))
+            elif isinstance(message, Stats) and self.on_stats is not None:
+                self.on_stats(message)
+            elif isinstance(message, Counters) and self.listener is not None:
                 self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
@@ -172,22 +224,22 @@ class EngineClient:
                     self.listener.gained(output, now)
                 if output.finish_reason is not None:
                     self._ended(output.request_id, output.finish_reason)
+                elif self.balance_by_tokens:
+                    self._computed(output)
                 if result is not None:
                     changed[result.request_id] = result
         self._tell_ended(self.processor.take_aborts(), "stop")
-        if failed:
-            self._fail(failed)
-        return list(changed.values())
+        return list(changed.values()), failed
 
-    def _fail(self, failed: list[StepFailed]) -> None:
-        """Drop the requests of a failed step and raise its cause, which its rank reports before the others do."""
-        for message in failed:
-            for engine_id in message.request_ids:
-                self._ended(engine_id, "error")
-                self.processor.drop(engine_id)
-        cause = next((message for message in failed if message.is_cause), None)
-        if cause is not None:
-            raise UBatchFailed(cause.message)
+    def _fail(self, message: StepFailed) -> FailedStep:
+        """Drop the requests of a failed step."""
+        lost: dict[str, RequestOutput] = {}
+        for engine_id in message.request_ids:
+            self._ended(engine_id, "error")
+            output = self.processor.drop(engine_id)
+            if output is not None:
+                lost[output.request_id] = output
+        return FailedStep(message.message, message.is_cause, list(lost.values()))
 
     def _check_silence(self, now: float) -> None:
         limit = self.config.step_timeout_s + _SILENCE_GRACE_S
@@ -204,8 +256,8 @@ class EngineClient:
     def _tell_ended(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
         by_rank: dict[int, list[str]] = {}
         for engine_id in engine_ids:
-            if engine_id in self._rank_of:
-                by_rank.setdefault(self._rank_of[engine_id][0], []).append(engine_id)
+            if engine_id in self._placed:
+                by_rank.setdefault(self._placed[engine_id].rank, []).append(engine_id)
                 self._ended(engine_id, reason)
         for rank, ids in by_rank.items():
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
@@ -214,14 +266,22 @@ class EngineClient:
         """Unfinished requests of each rank."""
         return [load.num_requests for load in self._loads]
 
+    def num_tokens_per_rank(self) -> list[int]:
+        """Tokens that the unfinished requests of each rank may still need computed."""
+        return [load.num_tokens for load in self._loads]
+
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
         return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
 
     def ask_counters(self) -> None:
         """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
-        works; the answers come in with `poll`."""
+        works; the answers come in with `poll` and `advance`."""
         self.group.broadcast(GetCounters())
+
+    def ask_stats(self, *, reset: bool = False) -> None:
+        """Ask every rank for its counters without waiting: `on_stats` gets them, also while they work."""
+        self.group.broadcast(GetStats(reset=reset))
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""
@@ -259,5 +319,13 @@ class EngineClient:
                 raise RankLost(f"rank {missing} did not report {what}")
             messages = self.group.receive(0.1)
             found |= {message.rank: message for message in messages if isinstance(message, kind)}
-            self._process(messages)
+            _, failed = self._process(messages)
+            _raise_cause(failed)
         return [found[rank] for rank in self.group.ranks]
+
+
+def _raise_cause(failed: Iterable[FailedStep]) -> None:
+    """Raise what a failed step's own rank says; it reports before the others do."""
+    for step in failed:
+        if step.is_cause:
+            raise UBatchFailed(step.message)

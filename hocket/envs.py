@@ -83,6 +83,9 @@ SHARED_EXPERTS_STREAM = Variable(
     default="1",
     meaning="0: captured decode steps compute the shared experts on the stream of everything else (to compare)",
 )
+API_KEY = Variable(
+    name="HOCKET_API_KEY", default="", meaning="a key that requests to `hocket serve` must bring (empty: none)"
+)
 
 
 def set_up_logging(who: str) -> None:

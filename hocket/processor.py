@@ -129,6 +129,11 @@ class Processor:
             self._end(child)
         return entry.output
 
+    def output_of(self, request_id: str) -> RequestOutput | None:
+        """A user's request so far; None when it is not in flight."""
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.output
+
     def take_aborts(self) -> list[str]:
         """Engine requests that stop strings ended since the last call: the ranks must be told."""
         aborts, self._aborts = self._aborts, []
@@ -145,12 +150,15 @@ class Processor:
             self._end(child)
         return [child.engine_id for child in children]
 
-    def drop(self, engine_id: str) -> None:
-        """An engine request ended without a result; its completion finishes with the reason 'error'."""
+    def drop(self, engine_id: str) -> RequestOutput | None:
+        """An engine request ended without a result: its completion finishes with the reason 'error'. Returns the user's
+        request, None when it is not in flight."""
         child = self._children.get(engine_id)
-        if child is not None:
-            child.completion.finish_reason = "error"
-            self._end(child)
+        if child is None:
+            return None
+        child.completion.finish_reason = "error"
+        self._end(child)
+        return child.entry.output
 
     @property
     def num_unfinished(self) -> int:

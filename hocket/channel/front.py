@@ -52,6 +52,15 @@ class FrontChannel:
             except zmq.Again:
                 return messages
 
+    def fileno(self) -> int:
+        """A descriptor that an event loop may watch: it becomes readable when messages *may* have come since `receive`
+        was last called. Sending may take that sign away: ask `has_messages` afterwards."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would find something now."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
     def close(self) -> None:
         """Send what is queued (for up to 0.2 s) and close."""
         self._context.destroy(linger=200)

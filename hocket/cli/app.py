@@ -13,6 +13,7 @@ from hocket.cli.doctor import doctor
 from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
+from hocket.cli.serve import serve
 from hocket.cli.trace import trace
 from hocket.cli.verify import verify
 from hocket.envs import set_up_logging
@@ -38,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(serve)
 app.command()(explain)
 app.command()(doctor)
 app.command()(trace)

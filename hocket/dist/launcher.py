@@ -142,6 +142,14 @@ class RankGroup:
             if kept or now >= deadline:
                 return kept
 
+    def fileno(self) -> int:
+        """What an event loop may watch, as FrontChannel.fileno says."""
+        return self._channel.fileno()
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would find something now."""
+        return self._channel.has_messages()
+
     def _sort(self, messages: list[RankMessage]) -> list[RankMessage]:
         """Handle what concerns the group itself; return the rest."""
         kept: list[RankMessage] = []

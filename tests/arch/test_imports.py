@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 # Higher layers may import lower ones, never the other way round. A module belongs to the longest matching prefix.
 LAYERS = [
     ("hocket.cli",),
+    ("hocket.server",),
     ("hocket.explain",),
     ("hocket.doctor", "hocket.verify"),
     ("hocket.bench",),
@@ -64,6 +65,7 @@ TORCH_FREE = [
     "hocket.channel",
     "hocket.tokenizer",
     "hocket.cli",
+    "hocket.server",
     "hocket.bench",
     "hocket.doctor",
     "hocket.explain",

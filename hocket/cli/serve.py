@@ -1,0 +1,126 @@
+"""`hocket serve`: the OpenAI-compatible server's command line. Serving itself is in `hocket.server`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from hocket.cli.options import engine_options
+from hocket.config.options import Options
+from hocket.envs import API_KEY
+from hocket.errors import BackendUnavailable, ConfigError
+
+_SERVER = "Server"
+_LIMITS = "Server limits"
+
+
+@engine_options()
+def serve(
+    *,
+    options: Options,
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="the same as --model", show_default=False)
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; 0.0.0.0: every one of this host", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="port to listen on; 0: any free one", min=0, max=65535, rich_help_panel=_SERVER)
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="name in the API, if not the model's; may be given again", rich_help_panel=_SERVER),
+    ] = None,
+    metrics_names: Annotated[
+        str,
+        typer.Option(
+            help="prefix of the metrics that vLLM has too: hocket, or vllm for its dashboards", rich_help_panel=_SERVER
+        ),
+    ] = "hocket",
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"key that requests must bring; may be given again. {API_KEY.name} does the same, unseen by others",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    on_rank_loss: Annotated[
+        str,
+        typer.Option(help="when a rank is lost: exit (code 1), or restart all ranks", rich_help_panel=_SERVER),
+    ] = "exit",
+    allowed_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origins",
+            help="web pages' origin that browsers let in (CORS), * for any; may be given again (default: none)",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="certificate for HTTPS, PEM", rich_help_panel=_SERVER)
+    ] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="its key, PEM, no password", rich_help_panel=_SERVER)] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="certificates of authorities, PEM", rich_help_panel=_SERVER)
+    ] = None,
+    max_concurrent_requests: Annotated[
+        int, typer.Option(help="requests answered at once; more get status 429", min=1, rich_help_panel=_LIMITS)
+    ] = 1024,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="largest body of a request; else status 413", min=1, rich_help_panel=_LIMITS)
+    ] = 8 * 2**20,
+    header_timeout: Annotated[
+        float, typer.Option(help="seconds for a request's headers", min=0.1, rich_help_panel=_LIMITS)
+    ] = 10.0,
+    body_timeout: Annotated[float, typer.Option(help="seconds for its body", min=0.1, rich_help_panel=_LIMITS)] = 30.0,
+    send_timeout: Annotated[
+        float, typer.Option(help="seconds that a client may leave an answer unread", min=0.1, rich_help_panel=_LIMITS)
+    ] = 60.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="seconds to finish requests after SIGTERM", min=0.0, rich_help_panel=_LIMITS)
+    ] = 60.0,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
+
+    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /version and /metrics: see
+    /openapi.json.
+    SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
+
+    Examples:
+
+    hocket serve tiny --data-parallel-size 2 --enable-expert-parallel
+
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "In the beginning"}'
+    """
+    if model_name is not None:
+        if options.model not in (Options.model, model_name):
+            raise ConfigError("model", options.model, f"{model_name}, the MODEL that was given, or only one of both")
+        options = dataclasses.replace(options, model=model_name)
+    try:
+        from hocket.server.run import serve as run
+        from hocket.server.settings import Settings
+    except ImportError as error:
+        missing = error.name or str(error)
+        raise BackendUnavailable("package", missing, "the server needs it: pip install 'hocket[server]'") from None
+    keys = [*(api_key or ()), *filter(None, [API_KEY.get()])]
+    settings = Settings(
+        host=host,
+        port=port,
+        served_model_names=tuple(served_model_name or ()),
+        metrics_names=metrics_names,
+        api_keys=tuple(keys),
+        on_rank_loss=on_rank_loss,
+        max_concurrent_requests=max_concurrent_requests,
+        max_body_bytes=max_body_bytes,
+        header_timeout_s=header_timeout,
+        body_timeout_s=body_timeout,
+        send_timeout_s=send_timeout,
+        drain_timeout_s=drain_timeout,
+        allowed_origins=tuple(allowed_origin or ()),
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        ssl_ca_certs=ssl_ca_certs,
+    )
+    run(options, settings)

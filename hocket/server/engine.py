@@ -1,0 +1,162 @@
+"""The served model: its tokenizer on threads, its ranks, and what becomes of it when a rank is lost. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from hocket.config.options import Options
+from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.llm import LLM
+from hocket.metrics.show import Metrics
+from hocket.server.async_client import AsyncClient, Item, Results
+from hocket.server.errors import unavailable
+from hocket.tokenizer.idioms import ChatTokenizer
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+_INLINE_CHARS = 2000
+"""Shorter texts are tokenised at once: in less time than handing them to a thread takes."""
+_NUM_THREADS = 2
+
+
+class Engine:
+    """An LLM that many callers share on the running loop.
+
+    restart: when a rank is lost, start all anew; again only after a request was finished since. Otherwise, and when
+    that fails, `on_end` is called with the error.
+    """
+
+    def __init__(
+        self, llm: LLM, options: Options, *, restart: bool, on_end: Callable[[HocketError], None], progress: bool = True
+    ) -> None:
+        self.llm = llm
+        self.options = options
+        self.problem: str | None = None
+        """Why no request can be taken now."""
+        self._restarts = restart
+        self._on_end = on_end
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
+        self.num_restarts = 0
+        self.metrics: Metrics | None = None
+        self._connect()
+
+    def count_into(self, metrics: Metrics) -> None:
+        """From now on, also over restarts."""
+        self.metrics = self.llm.client.listener = metrics
+
+    def _connect(self) -> None:
+        self.llm.client.balance_by_tokens = True
+        self.llm.client.listener = self.metrics
+        self.client = AsyncClient(self.llm.client, self._lost)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, items: Sequence[Item], *, whole: bool) -> Results:
+        """Queue requests; whole: their results are only told when they are finished.
+
+        Raises:
+            ApiError: no request can be taken now. ConfigError, CapacityError: one of them cannot be served.
+        """
+        self.check()
+        return self.client.submit(items, whole=whole)
+
+    def check(self) -> None:
+        """Raise ApiError where no request can be taken now."""
+        if self.problem is not None:
+            raise unavailable(self.problem)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and what follows it."""
+        return self.llm.config.scheduler.max_model_len
+
+    def loads(self) -> list[dict[str, int]]:
+        """By rank: requests in flight, and tokens that they may still need computed."""
+        counts = zip(self.llm.client.num_requests_per_rank(), self.llm.client.num_tokens_per_rank(), strict=True)
+        return [{"requests": requests, "tokens": tokens} for requests, tokens in counts]
+
+    # -- texts -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """None with skip_tokenizer_init."""
+        return None if self.options.skip_tokenizer_init else self.llm.get_tokenizer()
+
+    def need_tokenizer(self) -> ChatTokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("skip_tokenizer_init", True, "false", where="for this request, which needs the tokenizer")
+        return self.tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids; a long text does not keep the loop."""
+        encode = self.need_tokenizer().encode
+        if len(text) <= _INLINE_CHARS:
+            return encode(text, add_special_tokens=add_special_tokens)
+        return await self._on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        decode = self.need_tokenizer().decode
+        return await self._on_thread(lambda: decode(token_ids, skip_special_tokens=False))
+
+    async def render(self, messages: list[Any], **template: Any) -> str:
+        """The prompt of a conversation, by the model's template. Raises ConfigError where that refuses it."""
+        chat = self.need_tokenizer().template()
+        return await self._on_thread(lambda: chat.render(messages, **template))
+
+    async def _on_thread(self, what: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, what)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _lost(self, error: HocketError) -> None:
+        self.problem = f"{type(error).__name__}: {error}"
+        if self.metrics is not None:
+            self.metrics.lost(time.monotonic())
+        is_hopeless = self.num_restarts > 0 and self.client.num_finished == 0
+        if not self._restarts or is_hopeless:
+            self._on_end(error)
+            return
+        print(f"hocket: {self.problem}; starting all ranks anew", file=sys.stderr, flush=True)
+        self.problem += "; all ranks are being started anew"
+        loop = asyncio.get_running_loop()
+
+        def start() -> None:
+            """On a thread of its own, which does not keep the process when that is told to end."""
+            try:
+                self.llm.close()
+                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress)
+            except HocketError as failure:
+                found = failure
+            except Exception as failure:
+                found = RankLost(f"the ranks could not be started anew: {type(failure).__name__}: {failure}")
+            try:
+                loop.call_soon_threadsafe(self._restarted, found)
+            except RuntimeError:  # the loop has ended meanwhile
+                if isinstance(found, LLM):
+                    found.close()
+
+        threading.Thread(target=start, name="hocket-restart", daemon=True).start()
+
+    def _restarted(self, found: LLM | HocketError) -> None:
+        if isinstance(found, HocketError):
+            self.problem = f"{type(found).__name__}: {found}"
+            self._on_end(found)
+            return
+        self.llm, self.problem = found, None
+        self.num_restarts += 1
+        self._connect()
+        print(f"hocket: serving again: {self.llm.summary()}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the ranks. Texts that threads still work on are given up."""
+        self.client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.llm.close()

@@ -1,0 +1,169 @@
+"""Runs the server: start-up, signals, the end. Knows no endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from hocket.config.options import Options
+from hocket.errors import ConfigError, HocketError
+from hocket.llm import LLM
+from hocket.server.app import make_app
+from hocket.server.connection import TimedProtocol
+from hocket.server.engine import Engine
+from hocket.server.settings import Settings
+
+logger = logging.getLogger(__name__)
+LAST_WORDS_S = 3.0
+"""How long a server without ranks still tells why, before it ends."""
+_AFTER_DRAIN_S = 5
+_BACKLOG = 2048
+
+
+def serve(options: Options, settings: Settings) -> None:
+    """Load the model and serve it until SIGTERM or SIGINT, then finish what is being answered.
+
+    Raises:
+        HocketError: options are wrong, the model cannot be loaded, or a rank was lost for good.
+        KeyboardInterrupt: a second signal came while requests were being finished.
+    """
+    _allow_many_connections()
+    with _listen(settings) as listener, LLM.from_options(options, progress=True) as llm:
+        if not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
+            _say(llm.summary())
+        asyncio.run(_Run(options, settings, listener).serve(llm))
+
+
+class _Run:
+    """One server's life on the loop."""
+
+    def __init__(self, options: Options, settings: Settings, listener: socket.socket) -> None:
+        self._options = options
+        self._settings = settings
+        self._listener = listener
+        self._failure: HocketError | None = None
+        self._num_signals = 0
+
+    async def serve(self, llm: LLM) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._engine = Engine(
+            llm, self._options, restart=self._settings.on_rank_loss == "restart", on_end=self._engine_ended
+        )
+        self._server = _Server(_config(make_app(self._engine, self._settings), self._settings), self._started)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._drain, number)
+        try:
+            await self._server.serve([self._listener])
+        finally:
+            self._engine.close()
+        if self._failure is not None:
+            raise self._failure
+        if self._num_signals > 1:
+            raise KeyboardInterrupt
+
+    def _started(self) -> None:
+        host, port = self._listener.getsockname()[:2]
+        scheme = "https" if self._settings.ssl_certfile else "http"
+        place = f"[{host}]" if ":" in host else host
+        keys = "an API key is needed" if self._settings.api_keys else "no API key"
+        _say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
+
+    def _drain(self, number: int) -> None:
+        """Take no new connections; let what is being answered end, for a while."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._server.force_exit = True
+            self._engine.client.fail_all(HocketError("the server was stopped"))
+            return
+        limit_s = self._settings.drain_timeout_s
+        num_requests = self._engine.client.num_requests
+        name = signal.Signals(number).name
+        _say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
+        self._engine.problem = self._engine.problem or "the server is shutting down"
+        self._server.should_exit = True
+        error = HocketError(f"the server is shutting down: the request did not end within {limit_s:g} s")
+        self._loop.call_later(limit_s, self._engine.client.fail_all, error)
+
+    def _engine_ended(self, error: HocketError) -> None:
+        self._failure = error
+        self._loop.call_later(LAST_WORDS_S, self._stop)
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which leaves signals to us and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _config(app: Any, settings: Settings) -> uvicorn.Config:
+    protocol: Any = partial(TimedProtocol, limits=settings)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=logger.isEnabledFor(logging.INFO),
+        proxy_headers=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=int(settings.drain_timeout_s) + _AFTER_DRAIN_S,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+    )
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """The bound socket: a port that is taken is said before a model is loaded. Nobody can connect yet."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError("host", settings.host, f"an address or name of this host ({error.strerror})") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        where = f"on {settings.host}: {error.strerror}"
+        raise ConfigError("port", settings.port, "a port that is free, 0 for any", where=where) from None
+    return listener
+
+
+def _allow_many_connections() -> None:
+    """As many open files as the system lets this user have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say(line: str) -> None:
+    print(f"hocket: {line}", file=sys.stderr, flush=True)

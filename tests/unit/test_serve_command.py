@@ -1,0 +1,90 @@
+"""`hocket serve` before it serves: what is wrong is said in one line, and nothing has been loaded by then."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+from hocket.cli.main import main
+from hocket.llm import LLM
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also: the command sets up this process's logging."""
+    monkeypatch.setattr(LLM, "from_options", None)
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The line with which `hocket serve` refuses these arguments."""
+    monkeypatch.setattr("sys.argv", ["hocket", "serve", *arguments])
+    assert main() == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("one", "--model", "another"), ("model", "'another'")),
+        (("--on-rank-loss", "wait"), ("on_rank_loss", "exit or restart")),
+        (("--api-key", " "), ("api_key",)),
+        (("--ssl-certfile", "cert.pem"), ("ssl_certfile", "--ssl-keyfile")),
+        (("--host", "no.such.host.invalid"), ("host", "no.such.host.invalid")),
+        (("--port", "70000"), ("--port", "65535")),
+        (("--port", "-1"), ("--port",)),
+        (("--max-concurrent-requests", "0"), ("--max-concurrent-requests",)),
+        (("--no-such-option",), ("--no-such-option",)),
+        (("--data-parallel-size", "0"), ("data_parallel_size",)),
+    ],
+)
+def test_wrong_options(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    expected: tuple[str, ...],
+) -> None:
+    line = refusal(monkeypatch, capsys, *arguments)
+    assert all(text in line for text in expected), line
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refusal(monkeypatch, capsys, "--port", str(port))
+    assert f"port: {port}" in line
+    assert "in use" in line
+
+
+def test_r103_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("hocket.server.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    line = refusal(monkeypatch, capsys)
+    assert "'uvicorn'" in line
+    assert "pip install 'hocket[server]'" in line
+
+
+def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hocket.server import run
+
+    given = []
+    monkeypatch.setenv("HOCKET_API_KEY", "secret")
+    monkeypatch.setattr(run, "serve", lambda options, settings: given.append((options.model, settings.api_keys)))
+    monkeypatch.setattr("sys.argv", ["hocket", "serve", "some/model", "--api-key", "other"])
+    assert main() == 0
+    assert given == [("some/model", ("other", "secret"))]
