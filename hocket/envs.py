@@ -48,6 +48,17 @@ FORCE_SPLIT = Variable(
     default="0",
     meaning="over 1: split every step into so many ubatches, whatever the thresholds and also on one rank (for tests)",
 )
+DBO_COMM_SMS = Variable(
+    name="HOCKET_DBO_COMM_SMS",
+    default="20",
+    meaning="multiprocessors of a GPU that a split step leaves to transfers, at most what they can use; compute gets "
+    "the rest; 0: both take what they find",
+)
+DBO_GREEN_CONTEXT = Variable(
+    name="HOCKET_DBO_GREEN_CONTEXT",
+    default="0",
+    meaning="1: all compute of a split step keeps to its share, in a green context; 0: only kernels that can be told",
+)
 FP8 = Variable(
     name="HOCKET_FP8", default="1", meaning="0: checkpoints in fp8 are expanded although fp8 runs here (to compare)"
 )

@@ -84,5 +84,11 @@ class Launch:
     def _prepared(self, compiled: Any, num_before: int) -> _Compiled:
         names = self._kernel.arg_names[num_before + len(self._numbers) :]
         rest = (*self._numbers, *(self._constants[name] for name in names))
-        nobody = None, None, None  # what to tell of the launch, and whom before and after it
-        return compiled.run, (*self._grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata, *nobody), rest
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        told = metadata, None, None, None  # of the launch, and who is told of it before and after it
+        handle: tuple[Any, ...] = function, *told
+        if getattr(run, "global_scratch_size", 1) == getattr(run, "profile_scratch_size", 1) == 0:
+            # Triton's launcher would look for memory that this kernel does not need, which takes as long again.
+            handle = function, run.launch_cooperative_grid, run.launch_pdl, None, None, *told
+            run = run.launch
+        return run, (*self._grid, 1, 1)[:3], handle, rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -12,8 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,24 +22,15 @@ from hocket.channel.messages import (
     Abort,
     AddRequests,
     Configure,
-    CountKernels,
     Failed,
     FrontMessage,
-    GetSpans,
-    GetStates,
-    GetStats,
     Hello,
     NeedWake,
     Progress,
     Ready,
-    RecordStates,
-    RecordSteps,
     Shutdown,
-    Spans,
-    Stats,
     StepFailed,
     StepOutputs,
-    TimeReplays,
     Wake,
 )
 from hocket.channel.rank import RankChannel
@@ -50,9 +42,7 @@ from hocket.dist.world import Place, World
 from hocket.engine import Engine
 from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
-from hocket.trace.spans import Recorder
-from hocket.worker.graphs import name_of
-from hocket.worker.kernel_count import KernelCount
+from hocket.observe import Observer
 
 logger = logging.getLogger(__name__)
 _FRONT_KEY = "front"
@@ -69,9 +59,7 @@ class RankProcess:
         self.rank = world.place.rank
         self.engine: Engine | None = None
         self._watchdog: Watchdog | None = None
-        self._kernels: KernelCount | None = None
-        self._replay_us: float | None = None
-        self._asked_replays: TimeReplays | None = None
+        self._observer: Observer | None = None
         self.lock_step = False
         self.running = True
         self._wave = 1  # the wave this rank is in, or sleeps before
@@ -82,8 +70,6 @@ class RankProcess:
     def run(self) -> None:
         """Serve until Shutdown. Raises what ends the rank."""
         while self.running:
-            if self._asked_replays is not None and self._sleeps():
-                self._time_replays(self._asked_replays)
             for message in self.channel.receive(block=self._sleeps()):
                 self._handle(message)
             if self.running and self.engine is not None and not self._sleeps():
@@ -99,8 +85,8 @@ class RankProcess:
     def _step(self, engine: Engine) -> None:
         outputs, plan = engine.step()
         self.world.record.enter(RESTS)
-        if self._kernels is not None:
-            self._kernels.step(plan)
+        if self._observer is not None:
+            self._observer.step(plan)
         now = time.monotonic()
         if outputs or now > self._spoke_at + _SIGN_OF_LIFE_S:
             self._spoke_at = now
@@ -117,15 +103,17 @@ class RankProcess:
             )
         if self.lock_step and plan.is_finished:  # the same on all ranks: all go to sleep after this step
             self._wave += 1
+            self._rest()
             self._ask_wake(engine)
+        elif not self.lock_step and not engine.has_work:
+            self._rest()
 
-    def _time_replays(self, asked: TimeReplays) -> None:
-        """All ranks sleep: none of them waits for another one in a step."""
-        self._asked_replays = None
-        if self.engine is not None:
-            with self._limit(self.engine.config, f"replaying the {name_of(asked.size, asked.num_ubatches)}"):
-                graph = self.engine.runner.graphs[asked.size, asked.num_ubatches]
-                self._replay_us = graph.replay_us(asked.count)
+    def _rest(self) -> None:
+        """All ranks sleep, or are about to: what was asked for such a time is done."""
+        if self._observer is not None:
+            for answer in self._observer.rest():
+                self.channel.send(answer)
+            self.world.record.enter(RESTS)
 
     def _ask_wake(self, engine: Engine) -> None:
         if engine.has_work and self.lock_step and self._woken_wave < self._wave and self._asked_wave < self._wave:
@@ -140,49 +128,48 @@ class RankProcess:
                 self._step(self.engine)
             self.engine.close()
             self.engine = None
-        self._kernels = self._replay_us = self._asked_replays = None
+            gc.unfreeze()
+        self._observer = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
 
     def _handle(self, message: FrontMessage) -> None:
-        if isinstance(message, Configure):
+        if isinstance(message, Configure | Shutdown):
             self._drain()
-            self._configure(message.config)
-        elif isinstance(message, Shutdown):
-            self._drain()
-            self.running = False
-        elif self.engine is None:
+            self.running = isinstance(message, Configure)
+            if isinstance(message, Configure):
+                self._configure(message.config)
+            return
+        engine, observer = self.engine, self._observer
+        if engine is None or observer is None:
             raise HocketError(f"rank {self.rank} was sent {type(message).__name__} before it was configured")
-        elif isinstance(message, AddRequests):
-            self.engine.add(message.requests)
-            self._ask_wake(self.engine)
-        elif isinstance(message, Abort):
-            self.engine.abort(message.request_ids, message.reason)
-        elif isinstance(message, Wake):
-            self._woken_wave = max(self._woken_wave, message.wave)
-        elif isinstance(message, GetStats):
-            stats = {"rank": self.rank} | self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
-            if self._kernels is not None:
-                stats["kernels"] = self._kernels.found
-            if self._replay_us is not None:
-                stats["replay_us"] = self._replay_us
-            self.channel.send(Stats(rank=self.rank, stats=stats))
-            if message.reset:
-                self.engine.stats.reset()
-        elif isinstance(message, CountKernels):
-            self._kernels = KernelCount(message.phase, message.num_tokens)
-        elif isinstance(message, TimeReplays):
-            self._asked_replays, self._replay_us = message, None
-        elif isinstance(message, RecordSteps):
-            self.engine.runner.executor.recorder = Recorder(message.phase, message.skip, message.num_steps)
-        elif isinstance(message, GetSpans):
-            recorder, self.engine.runner.executor.recorder = self.engine.runner.executor.recorder, None
-            self.channel.send(Spans(rank=self.rank, steps=[] if recorder is None else recorder.finished))
-        elif isinstance(message, RecordStates):
-            self.engine.runner.record_states(message.forced)
-        elif isinstance(message, GetStates):
-            self.channel.send(self.engine.runner.states_of(message.layer))
+        order = self.ORDERS.get(type(message))
+        if order is not None:
+            order(self, engine, message)
+            return
+        answer = observer.answer(message)
+        if answer is not None:
+            self.channel.send(answer)
+        if self._sleeps():
+            self._rest()
+
+    def _add(self, engine: Engine, message: AddRequests) -> None:
+        engine.add(message.requests)
+        self._ask_wake(engine)
+
+    def _abort(self, engine: Engine, message: Abort) -> None:
+        engine.abort(message.request_ids, message.reason)
+
+    def _woken(self, _engine: Engine, message: Wake) -> None:
+        self._woken_wave = max(self._woken_wave, message.wave)
+
+    ORDERS: ClassVar[dict[type, Callable[[RankProcess, Engine, Any], None]]] = {
+        AddRequests: _add,
+        Abort: _abort,
+        Wake: _woken,
+    }
+    """What concerns work; the other messages are questions for the engine's observer."""
 
     def _configure(self, config: EngineConfig) -> None:
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early
@@ -201,6 +188,9 @@ class RankProcess:
         )
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
+        self._observer = Observer(self.engine, self.rank, partial(self._limit, config))
+        gc.collect()
+        gc.freeze()  # else a full collection, in the middle of serving, looks through all of it for some 100 ms
         self._watchdog = Watchdog(self.world.record, config.step_timeout_s, partial(self._end, self._stuck))
         info = self.engine.runner.info()
         logger.info("engine built: %s", info)

@@ -40,14 +40,24 @@ class Event:
     cuda: FakeStreams
 
     def __init__(self, enable_timing: bool = False) -> None:
-        assert not enable_timing, "nobody asked for times"
+        assert self.cuda.may_time or not enable_timing, "nobody asked for times"
         self.known: frozenset[Hashable] | None = None
+        self.is_timed = enable_timing
+        self.tick = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.known = frozenset((stream or self.cuda.current_stream()).known)
+        stream = stream or self.cuda.current_stream()
+        self.known = frozenset(stream.known)
+        if self.is_timed:
+            self.tick = len(self.cuda.timed)
+            self.cuda.timed.append(stream)
+
+    def elapsed_time(self, other: Event) -> float:
+        """ms; every timed event comes 1 ms after the one recorded before it, on whatever stream."""
+        return float(other.tick - self.tick)
 
     def synchronize(self) -> None:
-        raise AssertionError("the host waits for an event")
+        assert self.is_timed, "the host waits for an event"
 
 
 @dataclass(frozen=True)
@@ -61,18 +71,25 @@ class Ran:
 class FakeStreams:
     """In place of `torch.cuda`'s. Every thread has a stream of its own until it enters another one.
 
-    watch: called before each launch.
+    watch: called before each launch. may_time: whether events may keep times, and so whether the host may wait for the
+    device; timed: the stream of each that did.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: dict[Any, Ran] = {}  # in the order of launches
         self.watch: Callable[[], object] = lambda: None
+        self.may_time = False
+        self.timed: list[Stream] = []
         self._threads = threading.local()
         for name in ("stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", type("Event", (Event,), {"cuda": self}))
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", self._synchronize)
+
+    def _synchronize(self, device: torch.device | None = None) -> None:
+        assert self.may_time, "the host waits for the device"
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         if not hasattr(self._threads, "stream"):

@@ -19,15 +19,17 @@ from hocket.attention.plan import Rows
 
 
 def at(x: Tensor, rows: Rows) -> Tensor:
-    """These rows of x [T, …]."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+    """These rows of x [T, …]; x itself where they are all of its rows: one operation less for each layer."""
+    if isinstance(rows, slice):
+        return x if rows.start == 0 and rows.stop == len(x) else x[rows]
+    return x.index_select(0, rows)
 
 
 @contextmanager
 def written_at(out: Tensor, rows: Rows) -> Iterator[Tensor]:
     """The rows of `out` to write to: themselves if consecutive, else others that are copied to them afterwards."""
     if isinstance(rows, slice):
-        yield out[rows]
+        yield at(out, rows)
     else:
         part = out.new_empty(len(rows), *out.shape[1:])
         yield part

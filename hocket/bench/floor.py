@@ -6,7 +6,8 @@ Legend: T tokens of the step, D hidden, H heads, E experts, K top-k, I intermedi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hocket.config.model import ModelConfig
@@ -14,6 +15,8 @@ from hocket.config.model import ModelConfig
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FP8_BYTES = 1
 SCALE_BYTES = 4
+READ_ONCE = ("attention", "logits")
+"""Parts of a step that are read once also where it runs in ubatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class Rates:
 class StepShape:
     """One rank's step: its tokens, the cached rows it reads, (query, visible key) pairs, and rows that get logits."""
 
-    num_tokens: int
+    num_tokens: float
     cached_rows: float
     pairs: float
     num_logits: float
@@ -106,12 +109,28 @@ def step_parts(config: ModelConfig, step: StepShape, ep_size: int, dtype: str, *
     ]
 
 
-def distinct_experts(num_experts: int, ep_size: int, num_tokens: int, top_k: int) -> float:
+def split_parts(
+    config: ModelConfig, step: StepShape, ep_size: int, dtype: str, num_ubatches: int, *, is_fp8: bool = False
+) -> list[Part]:
+    """The same of a step that runs in equal ubatches: each of them reads the weights. Once for all are read the cache
+    and, as logits are computed of what all give, the output layer."""
+    part_of = replace(step, num_tokens=step.num_tokens / num_ubatches)
+    whole = step_parts(config, step, ep_size, dtype, is_fp8=is_fp8)
+    parts = step_parts(config, part_of, ep_size, dtype, is_fp8=is_fp8)
+    times = partial(_times, num_ubatches)
+    return [one if one.name in READ_ONCE else times(part) for one, part in zip(whole, parts, strict=True)]
+
+
+def _times(count: int, part: Part) -> Part:
+    return replace(part, num_bytes=count * part.num_bytes, flops=count * part.flops)
+
+
+def distinct_experts(num_experts: int, ep_size: int, num_tokens: float, top_k: int) -> float:
     """Experts of one rank that get a row, in expectation: E / R · (1 - (1 - K / E)^tokens), routing uniform.
 
     num_tokens: of all ranks. With several rows per expert these are all of the rank's experts.
     """
-    return num_experts / ep_size * (1 - (1 - top_k / num_experts) ** num_tokens)
+    return num_experts / ep_size * (1 - float((1 - top_k / num_experts) ** num_tokens))
 
 
 def _fp8_element_bytes(config: ModelConfig) -> float:

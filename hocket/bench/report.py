@@ -52,11 +52,18 @@ def strategy_of(config: EngineConfig) -> str:
 
 
 def link_of(config: EngineConfig) -> dict[str, Any]:
-    """What transfers go over; of a real link nothing is known here but that it is real."""
+    """What transfers go over; of a real link nothing is known here but that it is real.
+
+    *_bytes_per_token: where the emulated link counts those instead of the bytes that are sent.
+    """
     link = config.parallel.emulated_link
     if link is None:
         return {"kind": "real", "gb_per_s": None, "latency_us": None}
-    return {"kind": "emulated", "gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
+    found = {"kind": "emulated", "gb_per_s": link.gb_per_s, "latency_us": link.latency_us}
+    if link.token_bytes is not None:
+        out, back = link.token_bytes
+        found |= {"dispatch_bytes_per_token": out, "combine_bytes_per_token": back}
+    return found
 
 
 def runs_in_fp8(info: Mapping[str, Any]) -> bool:
@@ -65,12 +72,16 @@ def runs_in_fp8(info: Mapping[str, Any]) -> bool:
 
 
 def check_output(output: str | None) -> None:
-    """Raise ConfigError where `output` cannot be written, before anything is measured."""
+    """Raise ConfigError where `output` cannot be written, before anything is measured. Neither makes a file nor changes
+    one: a run that fails has no result."""
     if output is None:
         return
+    is_new = not os.path.lexists(output)
     try:
         with Path(output).open("a", encoding="utf-8"):
             pass
+        if is_new:
+            Path(output).unlink()
     except OSError as error:
         raise ConfigError("output", output, f"a file that can be written ({error.strerror})") from None
 

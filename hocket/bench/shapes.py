@@ -10,11 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hocket.bench.floor import BYTES, FP8_BYTES, SCALE_BYTES
 from hocket.config.model import ModelConfig, read_json
 from hocket.config.options import Options
 from hocket.config.resolve import model_folder
 from hocket.errors import ConfigError
 
+FP8_BLOCK = 128
+"""Elements of a row in fp8 that share a scale."""
+PUBLISHED = {("deepseek_v3", 7168): "DeepSeek-V3"}
+"""By type and hidden size."""
 EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 
@@ -24,7 +29,8 @@ class Slice:
 
     A GPU of EP-N holds E / N experts, and of the tokens of N GPUs, t each, N · t · K / E come to each of them. Here R
     ranks hold E / N experts each and choose K of these R · E / N: R · t · K / (R · E / N) rows for each, the same. A
-    token has K / R of its experts on each rank: fewer copies travel than at EP-N, so communication is not EP-N's.
+    token has K / R of its experts on each rank, so fewer copies travel than at EP-N, and transports may send one copy
+    for several experts of a rank: communication is EP-N's only over an emulated link that counts it (`token_bytes`).
     """
 
     of_ep: int
@@ -39,23 +45,29 @@ class Slice:
 
 @contextmanager
 def changed(
-    options: Options, slice_of_ep: int | None, num_layers: int | None
+    options: Options, slice_of_ep: int | None, num_layers: int | None, num_dense_layers: int | None = None
 ) -> Iterator[tuple[Options, Slice | None]]:
     """`options` with a model of the changed shape, in a temporary folder that holds a config.json and nothing else.
 
     Raises:
         ConfigError: weights are not dummies, or the model cannot be sliced so.
     """
-    if slice_of_ep is None and num_layers is None:
+    asked = {"slice_of_ep": slice_of_ep, "num_layers": num_layers, "num_dense_layers": num_dense_layers}
+    given = {field: value for field, value in asked.items() if value is not None}
+    if not given:
         yield options, None
         return
     if options.load_format != "dummy":
-        field = "num_layers" if slice_of_ep is None else "slice_of_ep"
-        raise ConfigError(field, num_layers if slice_of_ep is None else slice_of_ep, "nothing without dummy weights")
+        raise ConfigError(*next(iter(given.items())), "nothing without dummy weights")
     hf = read_json(model_folder(options.model) / "config.json")
     found = None
     if num_layers is not None:
         hf = _with(hf, num_hidden_layers=num_layers)
+    if num_dense_layers is not None:
+        if "first_k_dense_replace" not in _inner(hf):
+            allowed = "nothing for a model whose config.json has no first_k_dense_replace"
+            raise ConfigError("num_dense_layers", num_dense_layers, allowed)
+        hf = _with(hf, first_k_dense_replace=num_dense_layers)
     if slice_of_ep is not None:
         hf, found = sliced(hf, slice_of_ep, options.data_parallel_size)
     with tempfile.TemporaryDirectory(prefix="hocket-shape-") as folder:
@@ -88,6 +100,24 @@ def sliced(hf: Mapping[str, Any], of_ep: int, num_ranks: int) -> tuple[dict[str,
         rows_per_expert_and_token=of_ep * moe.top_k / moe.num_experts,
     )
     return _with(hf, **changes), found
+
+
+def token_bytes(model: ModelConfig, num_ranks: int, dtype: str, *, is_fp8: bool) -> tuple[float, float]:
+    """Bytes of one token's dispatch and of its combine as between the GPUs of a large EP: K copies, one for each of its
+    experts, of which those for other ranks than its own travel, K · (R - 1) / R of them.
+
+    is_fp8: dispatched rows have a byte per element and an fp32 scale for every FP8_BLOCK of them. Combined rows are of
+    `dtype`.
+    """
+    copies = model.moe.top_k * (num_ranks - 1) / num_ranks
+    row = float(model.hidden_size * BYTES[dtype])
+    fp8_row = model.hidden_size * FP8_BYTES + -(-model.hidden_size // FP8_BLOCK) * SCALE_BYTES
+    return copies * (fp8_row if is_fp8 else row), copies * row
+
+
+def published_name(model: ModelConfig, folder: str) -> str:
+    """What a slice's model is called: as its publisher calls it, where the shape is known, else by its folder."""
+    return PUBLISHED.get((model.model_type, model.hidden_size), Path(folder).name)
 
 
 def _inner(hf: Mapping[str, Any]) -> Mapping[str, Any]:

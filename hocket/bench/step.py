@@ -6,20 +6,23 @@ sampling and whatever the host does are in it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hocket.bench.cells import PHASES, Cell, sweep_of
-from hocket.bench.floor import Rates, floor_of, step_parts
+from hocket.bench import strategies
+from hocket.bench.attached import Attached, recording
+from hocket.bench.cells import PHASES, SPARE_STEPS, Cell, sweep_of
 from hocket.bench.rates import GivenRates, rates_of
-from hocket.bench.report import check_output, emit, link_of, provenance, runs_in_fp8, spread, strategy_of
+from hocket.bench.report import check_output, emit, provenance
 from hocket.bench.requests import generate_random
-from hocket.bench.shapes import changed
+from hocket.bench.shapes import Slice, changed, published_name, token_bytes
+from hocket.bench.step_rows import Measured, row_of
+from hocket.bench.strategies import DUAL_BATCH, SERIAL
 from hocket.bench.table import table_of
-from hocket.channel.messages import CountKernels, TimeReplays
-from hocket.config.engine import EngineConfig
+from hocket.channel.messages import CountKernels, TimeLanes, TimeReplays
 from hocket.config.graphs import fitting_size
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -30,6 +33,9 @@ from hocket.overlap.vote import GraphReason, Reason
 BATCHED_TOKENS = 4096
 REPLAYS = 100
 REPLAYS_LIMIT_S = 60.0
+LANE_STEPS = {"decode": 8, "prefill": 3}
+"""Steps that one figure of a lane alone goes over."""
+LINK_DISPATCHES = ("fp8", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +43,13 @@ class Sweep:
     """What to measure, and on which shape of the model.
 
     reuse_prompts: decodes of all repeats have the same prompts, of which most is found in the prefix cache; otherwise
-    every prompt is new and nothing is cached.
+    every prompt is new and nothing is cached. link_dispatch: what a slice's emulated link counts for dispatched rows,
+    of LINK_DISPATCHES. strategies: in turn, on the same engine.
     """
 
     tokens_per_gpu: tuple[int, ...]
     phases: tuple[str, ...] = PHASES
+    strategies: tuple[str, ...] = (SERIAL,)
     context: int = 1024
     num_steps: int = 32
     num_prefill_steps: int = 8
@@ -49,12 +57,17 @@ class Sweep:
     rates: GivenRates = field(default_factory=GivenRates)
     slice_of_ep: int | None = None
     num_layers: int | None = None
+    num_dense_layers: int | None = None
+    link_dispatch: str = LINK_DISPATCHES[0]
     count_kernels: bool = False
     reuse_prompts: bool = False
 
 
-def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
-    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+def run(
+    options: Options, sweep: Sweep, *, output: str | None, trace: str | None = None, trace_steps: int = 1
+) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON. trace: one
+    more run of each cell, which is not measured, is recorded into files of this name."""
     check_output(output)
     batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
     cells = sweep_of(
@@ -65,48 +78,83 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
-    with changed(options, sweep.slice_of_ep, sweep.num_layers) as (shaped, slice_of):
-        engine_options = _engine_options(shaped, sweep, cells, batched)
+    parts = _trace_parts(cells, sweep.strategies)
+    attached = Attached.asked(trace, trace_steps, options, parts)
+    with changed(options, sweep.slice_of_ep, sweep.num_layers, sweep.num_dense_layers) as (shaped, slice_of):
+        engine_options = _engine_options(shaped, sweep, cells, batched, slice_of)
         config = resolve(engine_options)
         rates = rates_of(config.device, sweep.rates)
         started = time.perf_counter()
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
-            rounds = []
-            for seed in range(sweep.repeats + 1):
-                rounds.append([_measure(llm, cell, _seed_of(cell, sweep, seed)) for cell in cells])
-            kernels: list[dict[str, Any] | None] = [None] * len(cells)
-            if sweep.count_kernels:
-                kernels = [_kernels(llm, cell, _seed_of(cell, sweep, sweep.repeats + 1)) for cell in cells]
-            replays = [_replay_us(llm, cell, _seed_of(cell, sweep, sweep.repeats + 2)) for cell in cells]
+            found = _all_measured(llm, cells, sweep)
+            if attached is not None:
+                _trace(llm, sweep, attached, parts)
             ranks = llm.ranks
-    rows = [
-        {"model": options.model, "slice": slice_of and slice_of.as_row()}
-        | _row(cell, [one[i] for one in rounds[1:]], config, ranks[0], rates)
-        | {"kernels_per_step": (kernels[i] or {}).get("per_step"), "kernels": kernels[i]}
-        | {"replay_us": replays[i], "reused_prompts": sweep.reuse_prompts}
-        for i, cell in enumerate(cells)
-    ]
+    model = options.model if slice_of is None else published_name(config.model, options.model)
+    about = {"model": model, "slice": slice_of and slice_of.as_row(), "reused_prompts": sweep.reuse_prompts}
+    rows = [about | row_of(one, found, config, ranks[0], rates) for one in found]
     report = provenance("step") | {"ready_s": ready_s, "ranks": ranks, "rows": rows}
     print(table_of([report]))
     emit(report, output)
     return report
 
 
-def _engine_options(options: Options, sweep: Sweep, cells: Sequence[Cell], batched_tokens: int) -> Options:
-    """The user's, with room for the largest cell."""
-    return replace(
-        options,
+def _engine_options(
+    options: Options, sweep: Sweep, cells: Sequence[Cell], batched_tokens: int, slice_of: Slice | None
+) -> Options:
+    """The user's, with room for the largest cell and for the strategies; an emulated link has a slice's volume."""
+    found = replace(
+        strategies.options_for(options, sweep.strategies, cells),
         skip_tokenizer_init=True,
         enable_prefix_caching=sweep.reuse_prompts,
         max_num_batched_tokens=batched_tokens,
         max_num_seqs=options.max_num_seqs or max(cell.num_running for cell in cells),
         max_model_len=options.max_model_len or max(cell.longest for cell in cells),
     )
+    if slice_of is None or found.emulate_link_gb_per_s is None or found.emulate_link_token_bytes is not None:
+        return found
+    config = resolve(found)
+    is_fp8, num_ranks = sweep.link_dispatch == "fp8", config.parallel.expert_parallel_size
+    out, back = token_bytes(config.model, num_ranks, config.dtype, is_fp8=is_fp8)
+    return replace(found, emulate_link_token_bytes=f"{out},{back}")
 
 
-def _seed_of(cell: Cell, sweep: Sweep, repeat: int) -> int:
-    return 0 if sweep.reuse_prompts and cell.phase == "decode" else repeat + 1
+def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measured]:
+    """Each cell with each strategy, but for those that cannot be: standard error says why."""
+    found = [Measured(cell, strategy) for cell in cells for strategy in sweep.strategies]
+    for repeat in range(sweep.repeats + 1):
+        for one in list(found):
+            strategies.use(llm, one.strategy)
+            one.runs.append(_measure(llm, one.cell, _seed_of(one, sweep, repeat)))
+            if (why := _other_than_asked(one)) is not None:
+                print(f"{one.strategy} of a {one.cell.phase} of {one.cell.num_tokens} tokens: {why}", file=sys.stderr)
+                found.remove(one)
+    for one in found:
+        del one.runs[0]  # it warmed up
+        strategies.use(llm, one.strategy)
+        if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
+            one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
+    for one in found:
+        strategies.use(llm, one.strategy)
+        if one.cell.phase == "decode" and all(run["graphs"] for run in one.runs):
+            num_ubatches = 1 if one.strategy == SERIAL else llm.config.overlap.num_ubatches
+            one.replay_us = _replay_us(llm, one.cell, num_ubatches, _seed_of(one, sweep, sweep.repeats + 2))
+    if DUAL_BATCH in sweep.strategies:
+        for cell in cells:
+            lanes = _lanes(llm, cell, sweep.repeats)
+            for one in found:
+                one.lanes = lanes if one.cell is cell else one.lanes
+    if not found:
+        raise HocketError("nothing could be measured as asked for")
+    return found
+
+
+def _seed_of(one: Measured, sweep: Sweep, repeat: int) -> int:
+    """Prompts that no run had before, also of another strategy; or always the same ones."""
+    if sweep.reuse_prompts and one.cell.phase == "decode":
+        return 0
+    return repeat * len(sweep.strategies) + sweep.strategies.index(one.strategy) + 1
 
 
 def _generate(llm: LLM, cell: Cell, seed: int) -> None:
@@ -132,13 +180,28 @@ def _measure(llm: LLM, cell: Cell, seed: int) -> dict[str, Any]:
     return {
         "step_us": max(one["us"] / one["steps"] for one in found),
         "comm_us": comm_us or None,
+        "exposed_us": max(one["exposed_us"] / one["steps"] for one in found) if comm_us else None,
         "steps": steps,
         "graphs": all(rank["graphs"].get(GraphReason.GRAPH.label, 0) >= steps for rank in ranks),
         "prompt_tokens": max(rank["prompt_tokens"] for rank in ranks),
         "split": min(rank["overlap"]["split"] for rank in ranks),
         "forwards": ranks[0]["overlap"]["forwards"],
+        "reasons": ranks[0]["overlap"]["reasons"].get(cell.phase, {}),
         "parts_us": {part: times["median"] for part, times in ranks[0]["times_us"].items()},
     }
+
+
+def _other_than_asked(one: Measured) -> str | None:
+    """Why the last run's steps were not as the strategy wants them, if so."""
+    steps, reasons = one.runs[-1]["steps"], one.runs[-1]["reasons"]
+    num_split = reasons.get(Reason.SPLIT.label, 0)
+    if one.strategy == SERIAL or num_split >= steps:
+        return None
+    others = [reason for reason in reasons if reason != Reason.SPLIT.label]
+    said = f"{num_split} of {steps} steps were split ({', '.join(others)}), so it is left out"
+    if Reason.NO_SPLIT_GRAPH.label in others:
+        said += "; --enforce-eager splits every step"
+    return said
 
 
 def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
@@ -149,19 +212,47 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     return found
 
 
-def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
-    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
+def _trace_parts(cells: Sequence[Cell], chosen: Sequence[str]) -> dict[str, tuple[Cell, str]]:
+    """What is recorded, cell and strategy, by what the files' names have at their end where there are several."""
+    return {
+        f"-{cell.phase}-{cell.num_tokens}" * (len(cells) > 1) + f"-{strategy}" * (len(chosen) > 1): (cell, strategy)
+        for cell in cells
+        for strategy in chosen
+    }
+
+
+def _trace(llm: LLM, sweep: Sweep, attached: Attached, parts: dict[str, tuple[Cell, str]]) -> None:
+    """By one more run of each, without the first steps of its kind, which are of fewer tokens or cold."""
+    for part, (cell, strategy) in parts.items():
+        strategies.use(llm, strategy)
+        what = f"{cell.phase} of {cell.num_tokens} tokens, {strategy}, in bench step"
+        with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=part):
+            _generate(llm, cell, _seed_of(Measured(cell, strategy), sweep, sweep.repeats + 3))
+
+
+def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
+    """Compute and communication alone: µs of each repeat, of the rank that took longest, and rank 0's bytes."""
+    asked = TimeLanes(
+        phase=cell.phase,
+        num_tokens=cell.num_tokens,
+        length=round(cell.context),
+        repeats=repeats,
+        count=LANE_STEPS[cell.phase],
+    )
+    ranks = llm.client.time_lanes(asked, 4 * (repeats + 1) * llm.config.graphs.capture_timeout_s)
+    us = {
+        name: [max(values) for values in zip(*(rank.us[name] for rank in ranks), strict=True)] for name in ranks[0].us
+    }
+    return {"us": us, "bytes": ranks[0].bytes, "graphs": ranks[0].captured}
+
+
+def _replay_us(llm: LLM, cell: Cell, num_ubatches: int, seed: int) -> float:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest.
 
     What it takes less than a step is what the host adds.
     """
-    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
-    if cell.phase != "decode" or not size:
-        return None
-    llm.stats(reset=True)
+    size = fitting_size(llm.ranks[0]["graphs"]["sizes"], cell.num_tokens)
     _generate(llm, cell, seed)
-    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
-    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
-        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
     llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:
@@ -171,51 +262,3 @@ def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
             return max(found)
         time.sleep(0.05)
     raise HocketError(f"replaying the CUDA graph of {size} rows took more than {REPLAYS_LIMIT_S:g} s")
-
-
-def _row(
-    cell: Cell, runs: list[dict[str, Any]], config: EngineConfig, rank: dict[str, Any], rates: Rates | None
-) -> dict[str, Any]:
-    """tokens_per_s: of one rank. spread: least and largest of the repeats. split: [so many, of so many steps] of a run.
-
-    parts_us: where rank 0's host was, medians over all steps of a run (`worker/laps.py`); on a GPU "forward" is the
-    launching, and "sample" the waiting for the step before. computed_prompt_tokens: of a rank's run, those that were
-    not found in the prefix cache.
-    """
-    is_fp8 = runs_in_fp8(rank)
-    parts = step_parts(config.model, cell.shape, config.parallel.expert_parallel_size, config.dtype, is_fp8=is_fp8)
-    floor = floor_of(parts, rates)
-    step_us = spread([one["step_us"] for one in runs])
-    comm = [one["comm_us"] for one in runs]
-    return {
-        "layers": config.model.num_layers,
-        "dtype": "fp8" if is_fp8 else config.dtype,
-        "device": config.device,
-        "num_ranks": config.parallel.data_parallel_size,
-        "expert_parallel": config.parallel.enable_expert_parallel,
-        "phase": cell.phase,
-        "tokens_per_gpu": cell.num_tokens,
-        "context": cell.context,
-        "prompt_len": cell.prompt_len,
-        "num_requests": cell.num_requests,
-        "transport": config.parallel.all2all_backend,
-        "experts": rank["moe_backend"],
-        "attention": rank["attention_backend"],
-        "graphs": all(one["graphs"] for one in runs),
-        "strategy": strategy_of(config),
-        "link": link_of(config),
-        "repeats": len(runs),
-        "steps": min(one["steps"] for one in runs),
-        "computed_prompt_tokens": max(one["prompt_tokens"] for one in runs),
-        "split": [runs[0]["split"], runs[0]["forwards"]],
-        "parts_us": {part: spread([one["parts_us"][part] for one in runs])["median"] for part in runs[0]["parts_us"]},
-        "step_us": step_us["median"],
-        "floor_us": floor["us"],
-        "floor": floor,
-        "comm_us": None if None in comm else spread(comm)["median"],
-        "tokens_per_s": cell.num_tokens / step_us["median"] * 1e6,
-        "spread": {
-            "step_us": [step_us["min"], step_us["max"]],
-            "tokens_per_s": [cell.num_tokens / step_us[end] * 1e6 for end in ("max", "min")],
-        },
-    }

@@ -56,7 +56,8 @@ def table_of(reports: Sequence[Row]) -> str:
     lines = [", ".join(above), ""] if above else []
     lines += [_line([title for title, _ in shown]), _line(["---"] * len(shown))]
     lines += [_line([cells[i] for _, cells in shown]) for i in range(len(rows))]
-    return "\n".join(lines)
+    notes = list(dict.fromkeys(note for row in rows if (note := bytes_read(row))))
+    return "\n".join([*lines, "", *notes] if notes else lines)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -82,7 +83,10 @@ def _link(row: Row) -> str:
     link = row.get("link") or {}
     if link.get("kind") != "emulated":
         return str(link.get("kind") or "")
-    return f"EMULATED {link['gb_per_s']:g} GB/s, {link['latency_us']:g} µs"
+    out, back = (link.get(f"{kind}_bytes_per_token") for kind in ("dispatch", "combine"))
+    volume = "" if out is None else f", {out:,.0f} + {back:,.0f} bytes a token"
+    latency = "" if link["latency_us"] is None else f", {link['latency_us']:g} µs"
+    return f"EMULATED {link['gb_per_s']:g} GB/s{latency}{volume}"
 
 
 def _figure(key: str, scale: float, digits: int) -> Callable[[Row], str]:
@@ -109,6 +113,48 @@ def _times_floor(row: Row) -> str:
     floor, step = row.get("floor_us"), row.get("step_us", row.get("experts_us"))
     step = step["median"] if isinstance(step, dict) else step
     return f"{step / floor:.2f}" if floor and step else ""
+
+
+def _exposed(row: Row) -> str:
+    value, source = row.get("exposed_comm_us"), row.get("exposed_from")
+    return "" if value is None else f"{value / 1e3:.2f}{'' if source == 'lanes' else f' ({source})'}"
+
+
+def _times_serial(row: Row) -> str:
+    """A step over one without overlap; only where the repeats of the two lie apart."""
+    if row.get("strategy") == "serial" or row.get("serial_us") is None:
+        return ""
+    if row.get("repeats", 0) < 2 or not row.get("spread"):
+        return "one run, no spread known"
+    (low, high), (serial_low, serial_high) = _ends(row, "step_us"), _ends(row, "serial_us")
+    if low <= serial_high and serial_low <= high:
+        return "within the spread"
+    return f"{row['step_us'] / row['serial_us']:.2f}"
+
+
+def _times_bound(row: Row) -> str:
+    bound = row.get("bound_us")
+    return f"{row['step_us'] / bound:.2f}" if bound and row.get("strategy") != "serial" else ""
+
+
+def bytes_read(row: Row) -> str:
+    """What a split step reads against an unsplit one, as a sentence; "" for other rows."""
+    floor = row.get("floor") or {}
+    whole = floor.get("unsplit")
+    if whole is None:
+        return ""
+    cache, output_layer = (floor["parts"][name]["bytes"] for name in ("attention", "logits"))
+    once, split = (_size(one["bytes"] - cache - output_layer) for one in (whole, floor))
+    floors = "" if floor["us"] is None else f"; floor {whole['us'] / 1e3:.2f} ms unsplit, {floor['us'] / 1e3:.2f} split"
+    return (
+        f"A {row['phase']} of {row['tokens_per_gpu']} reads {once} of weights, in {row['num_ubatches']} ubatches "
+        f"{split}; either way {_size(cache)} of cache and {_size(output_layer)} of the output layer: "
+        f"{_size(whole['bytes'])} become {_size(floor['bytes'])} ({floor['bytes'] / whole['bytes']:.2f} ×){floors}."
+    )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.2f} MB"
 
 
 def _against(row: Row, others: Sequence[Row]) -> str:
@@ -157,9 +203,18 @@ COLUMNS: dict[str, tuple[list[Column], list[Column]]] = {
             ("tokens/GPU", _text("tokens_per_gpu")),
             ("context", _text("context")),
             ("step, ms", _figure("step_us", 1e3, 2)),
+            ("× serial", _times_serial),
+            ("bound, ms", _figure("bound_us", 1e3, 2)),
+            ("× bound", _times_bound),
+            ("µs/layer", _figure("layer_us", 1, 0)),
+            ("bound, µs/layer", _figure("layer_bound_us", 1, 0)),
+            ("compute, ms", _figure("compute_us", 1e3, 2)),
+            ("in halves", _figure("compute_halves_us", 1e3, 2)),
             ("floor, ms", _figure("floor_us", 1e3, 2)),
             ("× floor", _times_floor),
             ("comm, ms", _figure("comm_us", 1e3, 2)),
+            ("comm in halves", _figure("comm_halves_us", 1e3, 2)),
+            ("exposed, ms", _exposed),
             ("tokens/s per GPU", _figure("tokens_per_s", 1, 0)),
             ("kernels", _text("kernels_per_step")),
             ("kernels, ms", _kernel_ms("us")),

@@ -43,9 +43,11 @@ class Wake(ToRank):
 
 
 class GetStats(ToRank):
-    """Ask for a Stats message; `reset` starts the counters anew."""
+    """Ask for a Stats message; `reset` starts the counters anew. is_brief: sums only, quick enough for metrics while
+    steps run, and the load of experts where it is sampled."""
 
     reset: bool = False
+    is_brief: bool = False
 
 
 class CountKernels(ToRank):
@@ -65,6 +67,28 @@ class TimeReplays(ToRank):
     size: int
     count: int
     num_ubatches: int = 1
+
+
+class SetThresholds(ToRank):
+    """From the next wave on split steps of so many tokens and more. For all ranks at once; nobody may have requests."""
+
+    decode: int
+    prefill: int
+
+
+class TimeLanes(ToRank):
+    """Time the compute and the communication of a step each alone, whole and in ubatches; Lanes is the answer. For all
+    ranks at once, none of which may have requests.
+
+    A step of `num_tokens` tokens on every rank. phase: "decode" at contexts of `length` tokens, or "prefill" of prompts
+    of `length`. repeats: so many times in turn. count: steps that one figure goes over.
+    """
+
+    phase: str
+    num_tokens: int
+    length: int
+    repeats: int
+    count: int
 
 
 class RecordSteps(ToRank):
@@ -154,6 +178,15 @@ class Spans(FromRank):
     steps: list[Step]
 
 
+class Lanes(FromRank):
+    """µs of each repeat by what was timed: "compute", "compute_halves", "comm", "comm_halves", "output". bytes: what
+    this rank sends in a step, by "comm", "comm_halves". captured: whether all of it ran in CUDA graphs."""
+
+    us: dict[str, list[float]]
+    bytes: dict[str, int]
+    captured: bool
+
+
 class StateRow(msgspec.Struct, array_like=True, frozen=True):
     """A token that went through the model: its request, its position, and in which part of which step (from 0)."""
 
@@ -182,7 +215,7 @@ class Failed(FromRank):
     details: str
 
 
-RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | States | Failed
+RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | Lanes | States | Failed
 FrontMessage = (
     Configure
     | AddRequests
@@ -190,7 +223,9 @@ FrontMessage = (
     | Wake
     | GetStats
     | CountKernels
+    | SetThresholds
     | TimeReplays
+    | TimeLanes
     | RecordSteps
     | GetSpans
     | RecordStates

@@ -6,11 +6,18 @@ from typing import Annotated
 
 import typer
 
-from hocket.cli.options import engine_options
+from hocket.cli.options import TRACE_STEPS, TraceFile, TraceSteps, engine_options
 from hocket.config.options import Options
 
 _TOKENS_HELP = "tokens of each rank's step, with commas between"
 _REUSE_HELP = "decode the same prompts in every repeat, from the prefix cache (quicker); else nothing is cached"
+_STRATEGIES_HELP = (
+    "serial, dual_batch or both, in turn on one engine; dual_batch splits every step (default: what --enable-dbo says)"
+)
+_LINK_DISPATCH_HELP = (
+    "what an emulated link counts for a slice's dispatched rows, each of them once for every expert of its token: fp8 "
+    "with scales, or dtype, that of the model"
+)
 _BytesPerS = Annotated[
     float | None, typer.Option(help="memory rate for the floor (default: measured, on a GPU)", min=1)
 ]
@@ -44,6 +51,7 @@ def step(
     options: Options,
     tokens_per_gpu: Annotated[str, typer.Option(help=_TOKENS_HELP + " (decode)")] = "64,128,256",
     phase: Annotated[str, typer.Option(help="decode, prefill or both")] = "decode,prefill",
+    strategies: Annotated[str | None, typer.Option(help=_STRATEGIES_HELP)] = None,
     context: Annotated[int, typer.Option(help="tokens that a decode sees; tokens of a prompt", min=2)] = 1024,
     num_steps: Annotated[int, typer.Option(help="decode steps of a run, at least", min=1)] = 32,
     num_prefill_steps: Annotated[int, typer.Option(help="prefill steps of a run, at least", min=1)] = 8,
@@ -55,23 +63,38 @@ def step(
     num_layers: Annotated[
         int | None, typer.Option(help="dummy weights only: so many layers instead of the model's", min=1)
     ] = None,
+    num_dense_layers: Annotated[
+        int | None, typer.Option(help="dummy weights only: so many of the layers dense instead of the model's", min=0)
+    ] = None,
+    link_dispatch: Annotated[str, typer.Option(help=_LINK_DISPATCH_HELP)] = "fp8",
     count_kernels: Annotated[bool, typer.Option(help="count kernels per step, by one more run of each")] = False,
     reuse_prompts: Annotated[bool, typer.Option(help=_REUSE_HELP)] = False,
+    trace: TraceFile = None,
+    trace_steps: TraceSteps = TRACE_STEPS,
     output: _Output = None,
 ) -> None:
     """A step of the whole engine: decodes of so many requests, and prefill at so many tokens, beside their floor.
 
-    Prompts are random. A prefill step has --max-num-batched-tokens (default here: 4096) tokens.
+    Prompts are random. A prefill step has --max-num-batched-tokens (default here: 4096) tokens. With dual_batch there
+    are the compute and the communication of a step each alone too, whole and in halves, and the bound, the larger of
+    the halves.
 
     Example: hocket bench step --model tiny --data-parallel-size 2 --enable-expert-parallel --tokens-per-gpu 4,16
+    --strategies serial,dual_batch
     """
     from hocket.bench.cells import PHASES, names, whole_numbers
     from hocket.bench.rates import GivenRates
-    from hocket.bench.step import Sweep, run
+    from hocket.bench.step import LINK_DISPATCHES, Sweep, run
+    from hocket.bench.strategies import STRATEGIES, default_strategies
 
     sweep = Sweep(
         tokens_per_gpu=whole_numbers("tokens_per_gpu", tokens_per_gpu),
         phases=names("phase", phase, PHASES),
+        strategies=(
+            tuple(dict.fromkeys(names("strategies", strategies, STRATEGIES)))
+            if strategies is not None
+            else default_strategies(options)
+        ),
         context=context,
         num_steps=num_steps,
         num_prefill_steps=num_prefill_steps,
@@ -79,10 +102,12 @@ def step(
         rates=GivenRates(bytes_per_s=bytes_per_s, flops_per_s=flops_per_s, fp8_flops_per_s=fp8_flops_per_s),
         slice_of_ep=slice_of_ep,
         num_layers=num_layers,
+        num_dense_layers=num_dense_layers,
+        link_dispatch=names("link_dispatch", link_dispatch, LINK_DISPATCHES)[0],
         count_kernels=count_kernels,
         reuse_prompts=reuse_prompts,
     )
-    run(options, sweep, output=output)
+    run(options, sweep, output=output, trace=trace, trace_steps=trace_steps)
 
 
 @bench_app.command()
@@ -149,16 +174,19 @@ def throughput(
         str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
     ] = None,
     repeats: Annotated[int, typer.Option(help="measured runs, after one to warm up", min=1)] = 5,
+    trace: TraceFile = None,
+    trace_steps: TraceSteps = TRACE_STEPS,
     output: _Output = None,
 ) -> None:
     """Offline throughput: requests/s, tokens/s, and where a step's time goes.
 
     Example: hocket bench throughput --model tiny --data-parallel-size 2 --enable-expert-parallel
     """
+    from hocket.bench.attached import Attached
     from hocket.bench.throughput import Workload, run
 
     work = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, prompts_file=prompts_file)
-    run(options, work, repeats=repeats, output=output)
+    run(options, work, repeats=repeats, output=output, attached=Attached.asked(trace, trace_steps, options))
 
 
 @bench_app.command()

@@ -13,10 +13,14 @@ from hocket.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedLink:
-    """A link that transfers are stretched to."""
+    """A link that transfers are stretched to.
+
+    token_bytes: what a dispatch and a combine are taken to carry for each of a rank's tokens; None: what is sent.
+    """
 
     gb_per_s: float
     latency_us: float
+    token_bytes: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,9 @@ class OverlapConfig:
     """Dual batch overlap: into how many ubatches a step is split, and from how many tokens per rank on.
 
     num_ubatches 1: off. force_split: split every step, whatever the thresholds; ubatches may be empty then.
-    cut: into parts of "equal" numbers of tokens, or of equal estimated "cost".
+    cut: into parts of "equal" numbers of tokens, or of equal estimated "cost". comm_sms: how many multiprocessors of a
+    GPU a split step leaves to transfers, at most what they can use; 0: nobody is limited. use_green_context: whether
+    all compute keeps to the rest, or only the kernels that can be told.
     """
 
     num_ubatches: int = 1
@@ -72,6 +78,8 @@ class OverlapConfig:
     force_split: bool = False
     cut: str = "equal"
     executor: str = "greenlet"
+    comm_sms: int = 0
+    use_green_context: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from hocket.errors import ConfigError
 MAX_TOKENS = 2**31 - 1
 """Most tokens, requests or ranks that an option may name: counts are held in int32 tensors."""
 MAX_SECONDS = 86400
+MAX_NCCL_CTAS = 64
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = {"safetensors": "auto"}
 
@@ -92,10 +93,11 @@ class Options:
     )
     max_nccl_ctas: int | None = _option(
         None,
-        help="most thread blocks of a GPU that NCCL may take to move tokens (default: NCCL decides)",
+        help="most thread blocks of a GPU, each on a multiprocessor, that NCCL may take to move tokens (default: with "
+        "overlap what HOCKET_DBO_COMM_SMS leaves to transfers, else NCCL decides)",
         group="Parallel",
         least=1,
-        most=64,
+        most=MAX_NCCL_CTAS,
     )
 
     enable_dbo: bool = _option(
@@ -155,6 +157,11 @@ class Options:
     )
     emulate_link_latency_us: float = _option(
         0.0, help="and of this latency, with --emulate-link-gb-per-s", group="Overlap", least=0, most=1e9
+    )
+    emulate_link_token_bytes: str | None = _option(
+        None,
+        help="and as if each token took so many bytes out and back, as 29568,57344 (default: what is sent)",
+        group="Overlap",
     )
 
     max_num_seqs: int | None = _option(

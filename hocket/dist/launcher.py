@@ -7,6 +7,7 @@ the other ranks are torchrun's and find the front through the group's store.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -33,7 +34,7 @@ from hocket.channel.messages import (
 )
 from hocket.config.engine import EngineConfig
 from hocket.dist.processes import end_all, how_ended, private_folder, rank_environment
-from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere
+from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere, lifeless
 from hocket.errors import HocketError, RankLost, StepDesync
 
 OnProgress = Callable[[str, int, int], None]
@@ -41,6 +42,8 @@ _POLL_S = 0.1
 _CHECK_S = 0.2
 _GATHER_CAUSES_S = 2.0
 _CLOSE_S = 5.0
+_SHARE_OF_LIMIT = 0.5
+"""Of a step's limit: a process that has not run for so long is what the others waited for, since they waited it all."""
 _ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
 
 
@@ -59,7 +62,7 @@ class RankGroup:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._startup_timeout_s = startup_timeout_s
-        self._device = "cpu"
+        self._device, self._step_timeout_s = "cpu", math.inf
         self._folder = private_folder()
         self._channel = FrontChannel(_bind_address(self._folder))
         self._records = Records(self._folder, world_size, create=True)
@@ -101,7 +104,7 @@ class RankGroup:
 
     def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
         """Build the engine on every rank; returns each rank's start-up facts, by rank."""
-        self._device = config.device
+        self._device, self._step_timeout_s = config.device, config.step_timeout_s
         self.broadcast(Configure(config=config))
         ready = self._wait_for(Ready, config.startup_timeout_s, "become ready", on_progress)
         return [ready[rank].info for rank in self.ranks]
@@ -231,15 +234,20 @@ class RankGroup:
         return error
 
     def _find_lost(self, reports: list[Failed], found: dict[int, Whereabouts]) -> HocketError | None:
-        """The rank that others lost: one that was killed, else, of those that say nothing or of all, one waited for."""
+        """The rank that others lost: one that was killed, else of those that say nothing one that does not run or, as
+        far as is known all do, is waited for; else one of all that is.
+
+        A rank may say nothing only because it is slow: its own time-out comes, or its report arrives, later than others.
+        """
         for rank, process in self._processes.items():
             code = process.poll()
             if code is not None and code < 0:
                 return self._cause_of_death(rank, code, found)
         late = behind(found)
         silent = set(self.ranks) - {report.rank for report in reports}
+        stopped = silent & lifeless(found, _SHARE_OF_LIMIT * self._step_timeout_s)
         if silent:
-            return RankLost(f"rank {_listed(silent & late or silent)} stopped answering")
+            return RankLost(f"rank {_listed(stopped or silent & late or silent)} stopped answering")
         return RankLost(f"rank {_listed(late)} did not take part in a transfer") if late else None
 
     def close(self) -> None:

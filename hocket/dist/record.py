@@ -1,6 +1,7 @@
 """Where each rank is, in memory that the front can read even after the rank has died. Knows nothing of what is run.
 
-A rank writes a few integers when it passes the step exchange and around each transfer; nobody waits for them.
+A rank writes a few integers when it passes the step exchange and around each transfer; nobody waits for them. Besides,
+a thread of its own says now and then that the process runs, whatever the rank is doing.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _STEP = struct.Struct("=qq")  # steps, state
 _TRANSFER = struct.Struct("=qq32s")  # transfers, whether one is under way, its name
-RECORD_BYTES = _STEP.size + _TRANSFER.size
+_BEAT = struct.Struct("=q")  # when the process last ran (time.monotonic_ns, one clock for all processes of a host)
+_BEAT_AT = _STEP.size + _TRANSFER.size
+RECORD_BYTES = _BEAT_AT + _BEAT.size
 RESTS, IN_EXCHANGE, COMPUTES = 0, 1, 2
 _STATES = ("between steps", "in the step exchange", "computing")
 
@@ -34,6 +38,11 @@ class Record:
         self.is_busy = False
         self.enter(RESTS)
         _TRANSFER.pack_into(self._memory, _STEP.size, 0, 0, b"")
+        self.beat()
+
+    def beat(self) -> None:
+        """The process runs. May be called on any thread."""
+        _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def enter(self, state: int) -> None:
         """What the rank does now: RESTS, IN_EXCHANGE or COMPUTES, which begins a step."""
@@ -53,13 +62,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """A record as somebody else sees it."""
+    """A record as somebody else sees it. silent_s: how long the process has not run, as far as is known."""
 
     steps: int
     state: int
     transfers: int
     is_busy: bool
     name: str
+    silent_s: float = 0.0
 
     def __str__(self) -> str:
         doing = f"in transfer {self.transfers} ({self.name})" if self.is_busy else f"after transfer {self.transfers}"
@@ -89,8 +99,10 @@ class Records:
         for rank in range(self.num_ranks):
             steps, state = _STEP.unpack_from(self._memory, rank * RECORD_BYTES)
             transfers, busy, name = _TRANSFER.unpack_from(self._memory, rank * RECORD_BYTES + _STEP.size)
+            (beat_ns,) = _BEAT.unpack_from(self._memory, rank * RECORD_BYTES + _BEAT_AT)
             if steps:
-                found[rank] = Whereabouts(steps, state, transfers, bool(busy), name.rstrip(b"\0").decode())
+                silent_s = (time.monotonic_ns() - beat_ns) / 1e9
+                found[rank] = Whereabouts(steps, state, transfers, bool(busy), name.rstrip(b"\0").decode(), silent_s)
         return found
 
     def close(self) -> None:
@@ -106,6 +118,11 @@ def behind(found: dict[int, Whereabouts]) -> set[int]:
     """Ranks that have begun fewer transfers than another, which waits for them."""
     most = max((where.transfers for where in found.values()), default=0)
     return {rank for rank, where in found.items() if where.transfers < most}
+
+
+def lifeless(found: dict[int, Whereabouts], limit_s: float) -> set[int]:
+    """Ranks whose process has not run for `limit_s` seconds: stopped, or held by something that lets no thread run."""
+    return {rank for rank, where in found.items() if where.silent_s > limit_s}
 
 
 def apart(found: dict[int, Whereabouts]) -> set[int]:

@@ -2,10 +2,12 @@
 
 Waits for others have time-outs of their own; what never returns, in a greenlet above all, can only be seen from another
 thread. That one sleeps, and counts its looks instead of reading a clock: a stopped process has not used its time up.
+Each look also tells the record that the process runs, by which the front knows a rank that is slow from a stopped one.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,9 @@ from contextlib import contextmanager
 from hocket.dist.record import COMPUTES, Record
 
 _LOOKS = 20
-"""Per limit. A look costs a few µs."""
+"""Per limit, at least. A look costs a few µs."""
+_BEAT_S = 0.5
+"""At most between two looks."""
 
 
 class Watchdog:
@@ -23,7 +27,8 @@ class Watchdog:
 
     def __init__(self, record: Record, limit_s: float, on_stuck: Callable[[], None]) -> None:
         self._record = record
-        self._interval_s = limit_s / _LOOKS
+        self._num_looks = max(_LOOKS, math.ceil(limit_s / _BEAT_S))
+        self._interval_s = limit_s / self._num_looks
         self._on_stuck = on_stuck
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -33,11 +38,12 @@ class Watchdog:
         seen, unchanged = (-1, -1), 0
         while not self._closed.wait(self._interval_s):
             record = self._record
+            record.beat()
             now = record.steps, record.transfers
             waits = record.state != COMPUTES or record.is_busy
             unchanged = 0 if waits or now != seen else unchanged + 1
             seen = now
-            if unchanged >= _LOOKS:
+            if unchanged >= self._num_looks:
                 self._on_stuck()
                 return
 

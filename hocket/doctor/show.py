@@ -57,10 +57,22 @@ def _print_backends(console: Console, backends: list[dict[str, Any]]) -> None:
     for kind, group in itertools.groupby(backends, key=lambda backend: backend["kind"]):
         for number, one in enumerate(group):
             state = Text("✓ available", "green") if one["available"] else Text(f"✗ {one['reason']}", "red")
+            if "traits" in one:
+                state.append(f": {traits_text(one['traits'])}", "dim")
             table.add_row(kind if number == 0 else "", one["name"], state)
     console.print(Text("Backends", style="bold"))
     console.print(table)
     console.print()
+
+
+def traits_text(traits: dict[str, Any]) -> str:
+    """What `traits` of a transport come to on a GPU."""
+    most = traits["max_sms"]
+    sms = "SMs as NCCL likes" if most is None else f"at most {most} SMs" if most else "no SMs"
+    apart = "apart" if traits["is_apart"] else "together"
+    blocks = "the host waits to send" if traits["launch_blocks"] else "sent without waiting"
+    graphs = "in CUDA graphs" if traits["captures"] else "not in CUDA graphs"
+    return f"{sms}, send and receive {apart}, {blocks}, {graphs}"
 
 
 def _software(report: dict[str, Any]) -> Iterator[Row]:

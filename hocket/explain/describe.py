@@ -3,6 +3,7 @@ weights and starts no CUDA."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from hocket.explain.steps import cases, splits
 from hocket.moe.experts.registry import AUTO as EXPERTS_ORDER
 from hocket.moe.experts.registry import experts_class
 from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.registry import transport_class
+from hocket.moe.transport.link_emulator import LinkEmulator
+from hocket.moe.transport.registry import traits, transport_class
 from hocket.overlap import schedule
+from hocket.overlap.sm_budget import comm_share
 
 
 def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str, Any], HocketError | None]:
@@ -38,11 +41,12 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
     """
     too_few = options.device == "cuda" and num_gpus() < options.data_parallel_size
     assumed = options.data_parallel_size if too_few else None
-    options, config, refused = resolve_what_can_be(options, assumed)
+    options, config, why, refused = resolve_what_can_be(options, assumed)
     found = _shape(config) | {"assumed_gpus": assumed, "gpus_here": num_gpus()}
     sent = messages(config)
     found["messages"] = {"sample_tokens": SAMPLE_TOKENS, "transports": sent}
-    found["memory"] = memory(config, free_bytes, next((one["received_bytes"] for one in sent if one["is_chosen"]), 0.0))
+    rooms = next(((one["received_bytes"], one["reserved_bytes"]) for one in sent if one["is_chosen"]), (0.0, 0.0))
+    found["memory"] = memory(config, free_bytes, *rooms)
     found["backends"] = _backends(config, found["memory"])
     uncapturable = _uncapturable(config, found["backends"]) if config.graphs.sizes else []
     graphs = config.graphs
@@ -55,12 +59,13 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
     if overlap.num_ubatches > 1:
         found |= {
             "executor": overlap.executor,
+            "sms": _sms(config),
             "splits": {phase: splits(config, phase, captures) for phase in schedule.PHASES},
             "schedules": orders(config),
         }
     if overlap.num_ubatches > 1 or config.graphs.sizes:
         found["steps"] = cases(config, captures)
-    found["options"] = [*resolved_options(options, config), *_chosen_by_ranks(config, found["backends"])]
+    found["options"] = [*resolved_options(options, config, why), *_chosen_by_ranks(config, found["backends"])]
     found["refused"] = [{"option": name, "given": given, "why": str(error)} for name, given, error in refused]
     return found, refused[0][2] if refused else None
 
@@ -101,10 +106,26 @@ def _shape(config: EngineConfig) -> dict[str, Any]:
             "block_size": config.cache.block_size,
         },
         "transport": parallel.all2all_backend,
-        "emulated_link": None if link is None else {"gb_per_s": link.gb_per_s, "latency_us": link.latency_us},
+        "transport_traits": _traits(config),
+        "emulated_link": None if link is None else asdict(link),
         "num_ubatches": config.overlap.num_ubatches,
         "is_forced": config.overlap.force_split,
     }
+
+
+def _traits(config: EngineConfig) -> dict[str, Any]:
+    """Of the transport that would run, over the emulated link where there is one."""
+    found = traits(config.parallel.all2all_backend)
+    if config.parallel.emulated_link is not None:
+        found |= {"is_apart": LinkEmulator.is_apart, "max_sms": LinkEmulator.max_sms}
+    return found
+
+
+def _sms(config: EngineConfig) -> dict[str, Any]:
+    """{comm: how many multiprocessors a split step leaves to transfers, 0: nobody is limited; green_context}."""
+    overlap, on_gpu = config.overlap, config.device != "cpu"
+    comm = comm_share(overlap.comm_sms, _traits(config)["max_sms"], config.parallel.max_nccl_ctas) if on_gpu else 0
+    return {"comm": comm, "green_context": overlap.use_green_context}
 
 
 def _backends(config: EngineConfig, memory: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -20,12 +20,14 @@ def orders(config: EngineConfig) -> dict[str, Any]:
 
 def _order(config: EngineConfig, phase: str) -> dict[str, Any]:
     chosen = _chosen(config, phase)
-    order, first = _steady_state(config, chosen)
+    order, first = _launches(config, chosen), config.overlap.num_ubatches
     lanes = [
         {"comm": _short(send, first), "compute": [c.text(first) for c in compute]}
         for send, compute in schedule.hidden_under(order)
+        if send.layer == first
     ]
-    return {"name": chosen.name, "order": [launch.text(first) for launch in order], "lanes": lanes}
+    begin, end = (order.index(Launch(Stage.DISPATCH, 0, layer, "send")) for layer in (first, first + 1))
+    return {"name": chosen.name, "order": [launch.text(first) for launch in order[begin:end]], "lanes": lanes}
 
 
 def _chosen(config: EngineConfig, phase: str) -> Schedule:
@@ -39,23 +41,20 @@ def _chosen(config: EngineConfig, phase: str) -> Schedule:
     return schedule.choose(phase, launch_blocks=launch_blocks, has_own_thread=lane.has_own_thread)
 
 
-def _steady_state(config: EngineConfig, chosen: Schedule) -> tuple[list[Launch], int]:
-    """The launches from one layer's first dispatch to the next one's, and that layer's number."""
+def _launches(config: EngineConfig, chosen: Schedule) -> list[Launch]:
+    """Those of some layers, of which number `num_ubatches` and the next are in the steady state."""
     from hocket.moe.transport.link_emulator import LinkEmulator
     from hocket.moe.transport.registry import transport_class
 
     emulated = config.parallel.emulated_link is not None
     transport = LinkEmulator if emulated else transport_class(config.parallel.all2all_backend)
-    order = schedule.launch_order(
+    return schedule.launch_order(
         chosen,
         num_ubatches=config.overlap.num_ubatches,
         num_layers=config.overlap.num_ubatches + 3,
         is_apart=transport.is_apart,
         has_shared=config.model.moe.num_shared_experts > 0,
     )
-    first = config.overlap.num_ubatches
-    begin, end = (order.index(Launch(Stage.DISPATCH, 0, layer, "send")) for layer in (first, first + 1))
-    return order[begin:end], first
 
 
 def _short(send: Launch, first: int) -> str:

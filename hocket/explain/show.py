@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hocket.doctor.show import GIB, Row, cache_text, print_rows
-from hocket.envs import FORCE_SPLIT
+from hocket.doctor.show import GIB, Row, cache_text, print_rows, traits_text
+from hocket.envs import DBO_COMM_SMS, FORCE_SPLIT
 from hocket.explain.order import by_schedule, picture
 
 _MIB, _KIB = 1 << 20, 1 << 10
@@ -75,10 +75,14 @@ def _ranks(found: dict[str, Any]) -> Iterator[Row]:
         yield "", f"GPUs here: {found['gpus_here']}; told as if there were {found['assumed_gpus']}, one for each rank"
     yield "experts", f"{counts} on each of {len(by_rank)} rank{'s' * (len(by_rank) > 1)}"
     link = found["emulated_link"]
-    stretched = (
-        "" if link is None else f", stretched to {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs (emulated)"
-    )
+    stretched = ""
+    if link is not None:
+        stretched = f", stretched to {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs (emulated)"
+        if link["token_bytes"] is not None:
+            out, back = link["token_bytes"]
+            stretched += f" as if a token took {out:,.0f} bytes out and {back:,.0f} back"
     yield "transport", f"{found['transport']}{stretched}"
+    yield "", traits_text(found["transport_traits"])
     for kind, one in found["backends"].items():
         yield kind, f"{one['name']} ({one['why']})" if one["why"] else one["name"]
     limits = found["limits"]
@@ -106,6 +110,8 @@ def _print_messages(console: Console, found: dict[str, Any]) -> None:
         "What a rank sends to others: for one of its tokens in one sparse layer, in all of them, in its largest step. "
         f"torch: the mean of {found['messages']['sample_tokens']} tokens that choose experts at random."
     )
+    if found["device"] != "cpu":
+        note += " DeepEP's: the same; low_latency is for decodes, high_throughput for prefills."
     _print_table(console, "Messages", table, note)
 
 
@@ -133,12 +139,21 @@ def _overlap(found: dict[str, Any]) -> Iterator[Row]:
         return
     forced = f", every step: {FORCE_SPLIT.name} is set" if found["is_forced"] else ""
     yield "on", f"{found['num_ubatches']} ubatches take turns ({found['executor']}){forced}"
+    if found["device"] != "cpu":
+        yield "SMs", _sms(found["sms"])
     for phase, runs in found["splits"].items():
         what = "steps of decodes only" if phase == "decode" else "steps with prompt tokens"
         sizes = ", ".join(f"{run['tokens'][0]}–{run['tokens'][1]}: {run['reason']}" for run in runs)
         yield phase, f"{what}, tokens per rank {sizes}"
     if not _can_split(found):
         yield "", "no step can be split: lower the thresholds, or raise --max-num-batched-tokens or --max-num-seqs"
+
+
+def _sms(sms: dict[str, Any]) -> str:
+    if sms["comm"] == 0:
+        return f"not divided: these transfers take none, or {DBO_COMM_SMS.name} is 0"
+    how = "in a green context" if sms["green_context"] else "as far as its kernels can be told"
+    return f"transfers take at most {sms['comm']} of a GPU's ({DBO_COMM_SMS.name}), compute the others, {how}"
 
 
 def _can_split(found: dict[str, Any]) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -19,12 +18,15 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.overlap import schedule
 from hocket.overlap.failure import FailedStage
+from hocket.overlap.sm_budget import UNLIMITED, SmBudget
 from hocket.overlap.thread_state import comm_lane, inline_lane, make_baton, on_stream_of_caller
-from hocket.trace.spans import Recorder, Stage, Step, Track
+from hocket.trace.spans import Recorder, Stage, Step, Track, host_ns
 from hocket.ubatch import context as ubatch
 from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, Setup
+from hocket.ubatch.stamps import Stamps
+from hocket.ubatch.times import StepTimes
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -34,8 +36,9 @@ _GRACE_S = 2.0
 class UBatchExecutor:
     """Runs a step of one or more ubatches.
 
-    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. `recorder`:
-    where the spans of the following steps go; None: nowhere. `schedules` by phase may be replaced.
+    kind: one of EXECUTORS. size: how many ubatches at most. timeout_s: how long one may hold the baton. budget: what
+    split steps run under. `recorder`: where the spans of the following steps go; None: nowhere. `schedules` by phase
+    may be replaced.
     """
 
     def __init__(
@@ -46,12 +49,14 @@ class UBatchExecutor:
         timeout_s: float,
         device: torch.device,
         record: Record | None = None,
+        budget: SmBudget = UNLIMITED,
     ) -> None:
-        self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
+        self.times = StepTimes()  # of the last step
         self.times_transfers = device.type == "cpu"  # elsewhere they only join a queue
         self.recorder: Recorder | None = None
         self._model = model
         self._device = device
+        self.budget = budget
         self._layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._solo: tuple[Baton, Lane] = (SoloBaton(), inline_lane(device, record))
         self._alternating: tuple[Baton, Lane] | None = None
@@ -75,21 +80,30 @@ class UBatchExecutor:
             BatonTimeout, RankLost, StepDesync, OverlapError: the step broke off; this rank cannot go on.
         """
         step = self._recorded(ubatches, phase)
-        contexts, baton = self._contexts(len(ubatches), phase, step)
-        surround = on_stream_of_caller(self._device)
-        outcomes = baton.run(
-            [
-                _body(context, partial(self._run, context, inputs, kv_cache), surround)
-                for context, inputs in zip(contexts, ubatches, strict=True)
-            ]
-        )
+        stamps = None
+        if step is not None and self._device.type == "cuda":
+            stamps = Stamps(self._device)
+            step.start_ns = stamps.now()
+        now = host_ns if stamps is None else stamps.now
+        contexts, baton = self._contexts(len(ubatches), phase, step, now)
+        works = [
+            partial(self._run, context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)
+        ]
+        outcomes = self._alternate(contexts, baton, works)
         if step is not None:
-            step.stop_ns = time.perf_counter_ns()
-        self.comm_ns = sum(context.comm_ns for context in contexts)
-        self.exposed_ns = sum(context.exposed_ns for context in contexts)
-        self.comm_bytes = sum(context.comm_bytes for context in contexts)
+            step.stop_ns = now()
+            if stamps is not None:
+                _resolve(stamps, step, outcomes)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
+
+    def _alternate(
+        self, contexts: list[UBatchContext], baton: Baton, works: Sequence[Callable[[], Tensor]]
+    ) -> list[Outcome]:
+        """What became of each ubatch's work; on the stream of the caller."""
+        surround = on_stream_of_caller(self._device)
+        with self.budget.entered() if len(works) > 1 else nullcontext():
+            return baton.run([_body(*pair, surround) for pair in zip(contexts, works, strict=True)])
 
     def run_captured(
         self, ubatches: tuple[UBatchInputs, ...], kv_cache: list[Tensor], plans: Sequence[Plan]
@@ -102,14 +116,12 @@ class UBatchExecutor:
             BatonTimeout: a ubatch does not get on.
         """
         contexts, baton = self._contexts(len(ubatches), "decode", None)
-        surround = on_stream_of_caller(self._device)
         failures: list[UBatchFailed] = []
-        outcomes = baton.run(
-            [
-                _body(context, partial(self._run_planned, context, inputs, kv_cache, plan, failures), surround)
-                for context, inputs, plan in zip(contexts, ubatches, plans, strict=True)
-            ]
-        )
+        works = [
+            partial(self._run_planned, context, inputs, kv_cache, plan, failures)
+            for context, inputs, plan in zip(contexts, ubatches, plans, strict=True)
+        ]
+        outcomes = self._alternate(contexts, baton, works)
         if failures:
             raise failures[0]
         _raise_first(contexts, outcomes)
@@ -121,20 +133,23 @@ class UBatchExecutor:
             return None
         return self.recorder.begin(phase, len(ubatches), sum(part.layout.num_tokens for part in ubatches))
 
-    def _contexts(self, count: int, phase: str, step: Step | None) -> tuple[list[UBatchContext], Baton]:
+    def _contexts(
+        self, count: int, phase: str, step: Step | None, now: Callable[[], int] = host_ns
+    ) -> tuple[list[UBatchContext], Baton]:
         """A context for each ubatch of a step, and the baton that they hand over."""
         pair = self._alternating if count > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
         contexts: list[UBatchContext] = []
+        self.times = StepTimes()
         for idx in range(count):
-            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step))
+            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step, now, self.times))
         return contexts, pair[0]
 
     def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
         """One ubatch's part of the step, in its own context."""
         track = context.track
         try:
-            track.take()
+            context.take()
             track.begin(Stage.QKV)
             hidden: Tensor = self._model(inputs, kv_cache)
         except HARD:
@@ -232,7 +247,15 @@ def _leave(context: UBatchContext) -> None:
     """Its ubatch ends: where another one is left, that one runs next."""
     following = context.baton.following(context.idx)
     if following != context.idx:
-        context.track.give(following)
+        context.give(following)
+
+
+def _resolve(stamps: Stamps, step: Step, outcomes: list[Outcome]) -> None:
+    """Times of a step; where one broke off nobody may wait for the device."""
+    if any(outcome.error is not None for outcome in outcomes):
+        step.stop_ns = 0
+    else:
+        stamps.resolve(step)
 
 
 def _raise_first(contexts: list[UBatchContext], outcomes: list[Outcome]) -> None:

@@ -16,6 +16,8 @@ from hocket.trace.spans import Stage
 
 _CHAIN = (Stage.QKV, Stage.ATTENTION, Stage.DISPATCH, Stage.EXPERTS, Stage.COMBINE)
 _COMM = (Stage.DISPATCH, Stage.COMBINE)
+_SENT = {Stage.DISPATCH: Stage.ATTENTION, Stage.COMBINE: Stage.EXPERTS}
+"""What a transfer sends the results of."""
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -140,11 +142,13 @@ def launch_order(
 
 
 def hidden_under(order: Sequence[Launch]) -> list[tuple[Launch, list[Launch]]]:
-    """Each transfer with the compute launched while it has the comm lane: until the next transfer is sent."""
-    found: list[tuple[Launch, list[Launch]]] = []
-    for launch in order:
-        if launch.part == "send":
-            found.append((launch, []))
-        elif launch.part != "recv" and found:
-            found[-1][1].append(launch)
-    return found
+    """Each transfer with the compute that can go on while it has the comm lane: what is queued behind the compute whose
+    results it sends, up to that of the next transfer. Where launching a transfer makes the host wait, some of it must
+    be queued before.
+    """
+    sends = [launch for launch in order if launch.part == "send"]
+    compute = [launch for launch in order if launch.stage not in _COMM]
+    place = {launch: idx for idx, launch in enumerate(compute)}
+    begins = [place[Launch(_SENT[send.stage], send.ubatch, send.layer)] + 1 for send in sends]
+    ends = [*begins[1:], len(compute)]
+    return [(send, compute[begin:end]) for send, begin, end in zip(sends, begins, ends, strict=True)]

@@ -7,6 +7,8 @@ Formats as DeepSeek-V3 publishes them (arXiv 2412.19437 §3.3.2). Legend: T rows
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -125,15 +127,17 @@ def product(x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor) -> Tensor:
     """Quantised rows · weightᵀ → bf16 [T, N], by DeepGEMM."""
     import deep_gemm
 
-    limit_sms(None)
     out = x[0].new_empty(x[0].shape[0], weight.shape[0], dtype=torch.bfloat16)
     if x[0].shape[0]:
         deep_gemm.fp8_gemm_nt(x, (weight, scales), out)
     return out
 
 
-def limit_sms(num_sms: int | None) -> None:
-    """How many multiprocessors DeepGEMM may take, None for all: kept for the whole process until the next call."""
+def limit_sms(num_sms: int) -> Callable[[], None]:
+    """Let DeepGEMM take at most num_sms multiprocessors, everywhere in this process; what is returned brings back what
+    was found. Kernels are compiled anew for each number."""
     import deep_gemm
 
-    deep_gemm.set_num_sms(num_sms or torch.cuda.get_device_properties().multi_processor_count)
+    found = deep_gemm.get_num_sms()
+    deep_gemm.set_num_sms(num_sms)
+    return partial(deep_gemm.set_num_sms, found)

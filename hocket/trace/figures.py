@@ -63,10 +63,10 @@ def step_figures(steps: Sequence[Step]) -> StepFigures:
     comm_ns = hidden_ns = compute_ns = bound_ns = 0
     for step in steps:
         comm, compute = lanes(step.spans)
-        comm_ns += _length(comm)
-        compute_ns += _length(compute)
-        hidden_ns += _length(common(comm, compute))
-        bound_ns += max(_length(comm), _length(compute))
+        comm_ns += length(comm)
+        compute_ns += length(compute)
+        hidden_ns += length(common(comm, compute))
+        bound_ns += max(length(comm), length(compute))
     hand_overs = [one for step in steps for one in step.hand_overs]
     return StepFigures(
         comm_ns=comm_ns,
@@ -97,15 +97,16 @@ def exposed(spans: Iterable[Span]) -> list[Interval]:
 def lanes(spans: Iterable[Span]) -> tuple[list[Interval], list[Interval]]:
     """When transfers were under way, and when there was compute: each disjoint and in order."""
     spans = list(spans)
-    comm = _union((s.start_ns, s.stop_ns) for s in spans if s.part == "flight")
-    return comm, _union((s.start_ns, s.stop_ns) for s in spans if s.lane == COMPUTE)
+    comm = union((s.start_ns, s.stop_ns) for s in spans if s.part == "flight")
+    return comm, union((s.start_ns, s.stop_ns) for s in spans if s.lane == COMPUTE)
 
 
-def _length(intervals: Iterable[Interval]) -> int:
+def length(intervals: Iterable[Interval]) -> int:
+    """Of all of them together; where they are disjoint that is the time in which there is one."""
     return sum(stop - start for start, stop in intervals)
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Disjoint intervals in order that cover the same time."""
     found: list[Interval] = []
     for start, stop in sorted(intervals):

@@ -46,7 +46,11 @@ def read(path: str | Path) -> Recording:
         if (about.pop("kind"), about.pop("version")) != (KIND, VERSION):
             raise ValueError("another kind or version")
         about.pop("figures_us")
-        return Recording(about, _steps(content["traceEvents"]))
+        ranks = _steps(content["traceEvents"])
+        counts = {len(steps) for steps in ranks}
+        if len(counts) != 1 or counts == {0}:
+            raise ValueError("no steps, or not as many on each rank")
+        return Recording(about, ranks)
     except OSError as error:
         raise ConfigError("compare", str(path), f"a file that can be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, IndexError):

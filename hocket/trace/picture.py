@@ -13,7 +13,10 @@ from hocket.trace.recording import Recording, middle_layer, typical_step, window
 from hocket.trace.spans import COMPUTE, Span, Step
 
 MAX_WIDTH, MAX_RANKS, MIN_LANE = 110, 4, 20
+MIN_MEANING = 35
+"""Columns; in fewer the figures stand alone."""
 _LABEL_WIDTH = 17
+_NAME_WIDTH, _VALUE_WIDTH = 22, 9
 _FILLS = "░▒▓█"
 _STYLES = ("black on bright_blue", "black on yellow", "black on green", "black on magenta")
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -23,7 +26,7 @@ ROWS: tuple[tuple[str, str], ...] = (
     ("step", "model's forward pass"),
     ("compute", ""),
     ("stall", "compute stands still"),
-    ("comm", "a transfer is under way, or waits for another rank"),
+    ("comm", "transfers, with waits for other ranks"),
     ("hidden", "of it under compute"),
     ("hidden_share", "of it, as a share"),
     ("exposed", "of it while compute stands still"),
@@ -55,7 +58,7 @@ def show(recording: Recording, out: Console, label: str = "") -> None:
     if len(steps) > MAX_RANKS:
         out.print(Text(f"and {len(steps) - MAX_RANKS} more ranks", style="dim"))
     out.print()
-    out.print(_table(recording.figures()))
+    out.print(_table(recording.figures(), out.width))
     out.print(Text(BOUND, style="dim"))
 
 
@@ -107,24 +110,28 @@ def _label(span: Span, length: int) -> str:
     return name.center(length, _FILLS[span.ubatch % len(_FILLS)])
 
 
-def _table(figures: list[StepFigures]) -> Table:
-    """ms of a step, mean of those recorded, by rank."""
+def _table(figures: list[StepFigures], width: int) -> Table:
+    """ms of a step, mean of those recorded, by rank; what the names mean where there is room beside them."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     num_steps = figures[0].num_steps
     table.add_column(f"ms, mean of {num_steps} step{'s' * (num_steps > 1)}", no_wrap=True)
     shown = figures[:MAX_RANKS]
-    for rank in range(len(shown)):
-        table.add_column(f"rank {rank}", justify="right", no_wrap=True)
-    table.add_column("", style="dim")
+    for rank, one in enumerate(shown):
+        longest = max(len(_value(name, one)) for name, _ in ROWS)
+        table.add_column(f"rank {rank}", justify="right", no_wrap=True, min_width=longest)
+    with_meaning = width >= _NAME_WIDTH + len(shown) * _VALUE_WIDTH + MIN_MEANING
+    if with_meaning:
+        table.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
     for name, meaning in ROWS:
         style = "red" if name == "exposed" else None
         table.add_row(
             LABELS.get(name, name),
             *(_value(name, one) for one in shown),
-            _meaning(name, meaning, shown[0]),
+            *[_meaning(name, meaning, shown[0])] * with_meaning,
             style=style,
         )
-    table.add_row("step / bound", *(f"{one.over_bound:.2f}" for one in shown), "1.00 is perfect", style="bold")
+    ratios = (f"{one.over_bound:.2f}" for one in shown)
+    table.add_row("step / bound", *ratios, *["1.00 is perfect"] * with_meaning, style="bold")
     return table
 
 
@@ -137,5 +144,5 @@ def _value(name: str, figures: StepFigures) -> str:
 def _meaning(name: str, meaning: str, first: StepFigures) -> str:
     if name == "hand_over" and first.num_hand_overs:
         each_us = first.hand_over_ns / first.num_hand_overs / 1e3
-        return f"{meaning}: {first.num_hand_overs / first.num_steps:g} of {each_us:.1f} µs on rank 0"
+        return f"{meaning}: {first.num_hand_overs / first.num_steps:g} of {each_us:.1f} µs (rank 0)"
     return meaning

@@ -6,6 +6,7 @@ Layers name the stage they begin; where the step is not recorded that costs one 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -134,12 +135,21 @@ class Recorder:
         return self.steps[-1]
 
 
+def host_ns() -> int:
+    """Now, by the host's clock."""
+    return time.perf_counter_ns()
+
+
 class Track:
-    """Where one ubatch is: its sparse layer and stage; and, where the step is recorded, where it has been."""
+    """Where one ubatch is: its sparse layer and stage; and, where the step is recorded, where it has been.
 
-    __slots__ = ("_open", "_step", "failed", "layer", "stage", "ubatch")
+    now: what stands for the present time in spans (`ubatch/stamps.py`: on a GPU it is known later).
+    """
 
-    def __init__(self, ubatch: int, step: Step | None = None) -> None:
+    __slots__ = ("_open", "_step", "failed", "layer", "now", "stage", "ubatch")
+
+    def __init__(self, ubatch: int, step: Step | None = None, now: Callable[[], int] = host_ns) -> None:
+        self.now = now
         self.ubatch = ubatch
         self.layer = 0
         self.stage = Stage.QKV
@@ -158,13 +168,13 @@ class Track:
         if opened is not None and opened.stage is stage and opened.layer == self.layer:
             return
         self.pause()
-        self._open = Span(COMPUTE, self.ubatch, self.layer, stage, start_ns=time.perf_counter_ns())
+        self._open = Span(COMPUTE, self.ubatch, self.layer, stage, start_ns=self.now())
         step.spans.append(self._open)
 
     def pause(self) -> None:
         """The ubatch computes nothing: it waits, or another one runs."""
         if self._open is not None:
-            self._open.stop_ns = time.perf_counter_ns()
+            self._open.stop_ns = self.now()
             self._open = None
 
     def interrupt(self, start_ns: int, stop_ns: int) -> None:
@@ -179,12 +189,12 @@ class Track:
         """The ubatch stops, and `target` runs next."""
         self.pause()
         if self._step is not None:
-            self._step.hand_overs.append(HandOver(self.ubatch, target, time.perf_counter_ns()))
+            self._step.hand_overs.append(HandOver(self.ubatch, target, self.now()))
 
     def take(self) -> None:
         """It is this ubatch's turn."""
         if self._step is not None and self._step.hand_overs:
-            self._step.hand_overs[-1].stop_ns = time.perf_counter_ns()
+            self._step.hand_overs[-1].stop_ns = self.now()
 
     def launched(self, stage: Stage, part: str) -> Span | None:
         """A piece of communication was launched; its times are filled in when they are known. None: not recorded."""

@@ -63,6 +63,8 @@ class Lane(ABC):
 
     has_own_thread: ClassVar[bool]
     """Whether launching returns at once, also where the work makes its host wait."""
+    knows_times: bool = True
+    """Whether the host knows when its work ran, once it has waited for it."""
 
     def mark(self) -> Any:
         """What the caller has computed so far, for work launched later to wait for. None: by then it is computed."""
@@ -85,6 +87,7 @@ class InlineLane(Lane):
     def __init__(self, record: Record | None = None, *, launches: bool = False) -> None:
         self._record = record or Record()
         self._run: type[Done] | type[Queued] = Queued if launches else Done
+        self.knows_times = not launches
 
     def launch(self, work: Work, name: str, after: Any = None) -> Pending:
         self._record.begin_transfer(name)

@@ -46,6 +46,7 @@ class StreamLane(Lane):
     """
 
     has_own_thread = False
+    knows_times = False
 
     def __init__(self, device: torch.device, record: Record | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 from hocket.errors import OverlapError, RankLost
 from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
-from hocket.ubatch.lanes import Done, Pending, Work
+from hocket.ubatch.lanes import Done, Pending, Queued, Work
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 HARD = OverlapError
 """After these the collectives of a step cannot be finished."""
 
@@ -52,12 +52,18 @@ class Running(Generic[T]):
 
     def _launch(self, work: Work, part: str, after: Any = None) -> Pending:
         context = self._context
-        span = None if context is None else context.track.launched(self._stage, part)
+        if context is None:
+            return launch_of(None, _named(work, self._stage), f"{self._stage.label} {part}", after)
+        span = context.track.launched(self._stage, part)
+        if span is not None and not context.lane.knows_times:
+            work = _stamped(work, span, context.now)
         pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}", after)
-        if context is not None and type(pending) is Done:
-            context.exposed_ns += pending.stopped_ns - pending.started_ns
+        if type(pending) is Done:
+            context.times.of(self._stage).exposed_ns += pending.stopped_ns - pending.started_ns
             context.track.interrupt(pending.started_ns, pending.stopped_ns)
         if span is not None:
+            if type(pending) is Queued:  # between compute, on its stream
+                context.track.interrupt(span.start_ns, span.stop_ns)
             self._recorded += ((span, pending),)
         return pending
 
@@ -83,9 +89,9 @@ class Running(Generic[T]):
         if context is not None:
             arrived_ns = self._transfer.arrived_ns
             arrived = self._last.stopped_ns if arrived_ns is None else arrived_ns()
-            context.comm_ns += arrived - self._send.started_ns
-            context.comm_bytes += self._transfer.num_bytes()
-            context.exposed_ns += max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
+            exposed_ns = max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
+            traffic = context.times.of(self._stage)
+            traffic.add(arrived - self._send.started_ns, exposed_ns, self._transfer.num_bytes())
             if self._recorded:
                 self._record(arrived)
             context.track.begin(then)
@@ -94,11 +100,12 @@ class Running(Generic[T]):
     def _record(self, arrived_ns: int) -> None:
         """Fill in what is known now of the spans on the comm lane."""
         assert self._context is not None
-        for span, pending in self._recorded:
-            span.start_ns, span.stop_ns = pending.started_ns, pending.stopped_ns
+        if self._context.lane.knows_times:
+            for span, pending in self._recorded:
+                span.start_ns, span.stop_ns = pending.started_ns, pending.stopped_ns
         flight = self._context.track.launched(self._stage, "flight")
         assert flight is not None
-        flight.start_ns, flight.stop_ns = self._send.started_ns, arrived_ns
+        flight.start_ns, flight.stop_ns = self._recorded[0][0].start_ns, arrived_ns or self._recorded[-1][0].stop_ns
 
 
 def cannot_go_on(stage: Stage, error: Exception) -> OverlapError:
@@ -119,6 +126,17 @@ def _named(work: Work, stage: Stage) -> Work:
             if not _is_of_group(error):
                 raise cannot_go_on(stage, error) from error
             raise RankLost(f"a rank is late or gone: {stage.label} failed: {_first_sentence(error)}") from error
+
+    return run
+
+
+def _stamped(work: Work, span: Span, now: Callable[[], int]) -> Work:
+    """`work` that notes on its own stream when it begins and ends."""
+
+    def run() -> None:
+        span.start_ns = now()
+        work()
+        span.stop_ns = now()
 
     return run
 

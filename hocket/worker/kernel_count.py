@@ -9,12 +9,12 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from hocket.overlap.vote import StepPlan
+from hocket.trace.gpu_intervals import Kernel, gpu_figures
 
 SKIPPED, COUNTED = 2, 3
 """Steps of the wanted kind that pass first, and those that are counted after them."""
 NUM_NAMED = 16
 NAME_LENGTH = 80
-COPIES = ("Memcpy", "Memset")
 
 
 class KernelCount:
@@ -53,17 +53,37 @@ class KernelCount:
 def figures(events: Iterable[Any], num_steps: int) -> dict[str, Any]:
     """Of a step: number of kernels, the sum of their µs, the part of it in NCCL's (waiting for other ranks included),
     and [name, number, µs] of those that take most. Copies are left out.
+
+    comm_us, exposed_comm_us: how long communication ran, and how long without compute beside it, copies included
+    (`trace/gpu_intervals.py`).
     """
+    kernels = kernels_of(events)
     by_name: dict[str, list[float]] = {}
-    for event in events:
-        is_kernel = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-        if is_kernel and not event.name.startswith(COPIES):
-            by_name.setdefault(event.name, []).append(float(event.time_range.elapsed_us()))
+    for kernel in kernels:
+        if not kernel.is_copy:
+            by_name.setdefault(kernel.name, []).append((kernel.stop_ns - kernel.start_ns) / 1e3)
+    lanes = gpu_figures(kernels)
     sums = {name: (len(us) / num_steps, sum(us) / num_steps) for name, us in by_name.items()}
     slowest = sorted(sums, key=lambda name: -sums[name][1])[:NUM_NAMED]
     return {
         "per_step": sum(count for count, _ in sums.values()),
         "us": sum(us for _, us in sums.values()),
         "nccl_us": sum(us for name, (_, us) in sums.items() if "nccl" in name.lower()),
+        "comm_us": lanes.comm_ns / 1e3 / num_steps,
+        "exposed_comm_us": lanes.exposed_ns / 1e3 / num_steps,
         "slowest": [[name[:NAME_LENGTH], *sums[name]] for name in slowest],
     }
+
+
+def kernels_of(events: Iterable[Any]) -> list[Kernel]:
+    """The kernels and copies among a profile's events, which have times in µs."""
+    return [
+        Kernel(
+            event.name,
+            event.device_resource_id,
+            round(event.time_range.start * 1e3),
+            round(event.time_range.end * 1e3),
+        )
+        for event in events
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    ]

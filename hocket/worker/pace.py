@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -15,6 +15,7 @@ class _Sums:
     steps: int = 0
     us: float = 0.0
     comm_us: float = 0.0
+    exposed_us: float = 0.0
 
 
 class Pace:
@@ -29,8 +30,9 @@ class Pace:
         self._last: tuple[str, int] | None = None
         self._last_end = 0.0
 
-    def step(self, phase: str, num_tokens: Sequence[int], comm_us: float) -> None:
-        """A step has ended just now. phase: of this rank's batch; num_tokens: of each rank; comm_us: of transfers."""
+    def step(self, phase: str, num_tokens: Sequence[int], comm_us: float, exposed_us: float = 0.0) -> None:
+        """A step has ended just now. phase: of this rank's batch; num_tokens: of each rank; comm_us: of transfers;
+        exposed_us: the part of it that compute stood still for."""
         now = time.perf_counter()
         kind = (phase, num_tokens[0]) if min(num_tokens) == max(num_tokens) else None
         if kind is not None and kind == self._last:
@@ -38,6 +40,7 @@ class Pace:
             sums.steps += 1
             sums.us += (now - self._last_end) * 1e6
             sums.comm_us += comm_us
+            sums.exposed_us += exposed_us
         self._last, self._last_end = kind, now
 
     def interrupt(self) -> None:
@@ -45,9 +48,8 @@ class Pace:
         self._last = None
 
     def snapshot(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{phase: {tokens of each rank: {"steps", "us", "comm_us"}}}, sums over the steps."""
+        """{phase: {tokens of each rank: {"steps", "us", "comm_us", "exposed_us"}}}, sums over the steps."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for (phase, num_tokens), sums in self._kinds.items():
-            values = {"steps": sums.steps, "us": sums.us, "comm_us": sums.comm_us}
-            found.setdefault(phase, {})[str(num_tokens)] = values
+            found.setdefault(phase, {})[str(num_tokens)] = asdict(sums)
         return found

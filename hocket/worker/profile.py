@@ -6,6 +6,7 @@ All ranks of an expert group must run them together: they go through every layer
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from hocket.models.base import CausalLM
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
-from hocket.request import EngineRequest, Request, SamplingParams
-from hocket.scheduler.batch import Batch, BatchBuilder
+from hocket.scheduler.batch import Batch
 from hocket.worker.capture import TimeLimit
 from hocket.worker.inputs import build_inputs
+from hocket.worker.made_batch import made_batch, num_blocks_of, prompt_lens
 
 
 def step_bytes(
@@ -36,7 +37,7 @@ def step_bytes(
     """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
     largest = batch_of(config, config.scheduler.max_num_batched_tokens)
-    cache = allocate_kv_caches(config.model, sum(len(row.block_ids) for row in largest.requests), size, dtype, device)
+    cache = allocate_kv_caches(config.model, num_blocks_of(largest), size, dtype, device)
 
     def whole(batch: Batch) -> list[Tensor]:
         return [model(build_inputs(batch, batch.num_tokens, size, device), cache)]
@@ -76,14 +77,5 @@ def split_sizes(config: EngineConfig) -> list[int]:
 
 def batch_of(config: EngineConfig, num_tokens: int) -> Batch:
     """So many tokens, in prompts as long as the model allows."""
-    size = config.cache.block_size
-    longest = min(config.scheduler.max_model_len, num_tokens)
-    builder, num_blocks = BatchBuilder(num_tokens), 0
-    while builder.budget:
-        done, length = num_tokens - builder.budget, min(longest, builder.budget)
-        token_ids = [token % config.model.vocab_size for token in range(done, done + length)]
-        request = Request(EngineRequest(f"largest-{done}", token_ids, SamplingParams()))
-        request.block_ids = list(range(num_blocks, num_blocks + -(-length // size)))
-        num_blocks = request.block_ids[-1] + 1
-        builder.add(request, length, is_prefill=True)
-    return builder.build()
+    lens = prompt_lens(num_tokens, min(config.scheduler.max_model_len, num_tokens))
+    return made_batch(lens, cycle(range(config.model.vocab_size)), config.cache.block_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -26,15 +26,19 @@ from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
+from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import StepSizes
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
+from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 from hocket.worker import split_worth
 from hocket.worker.capture import TimeLimit
+from hocket.worker.expert_load import ExpertLoad
 from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
@@ -61,9 +65,13 @@ class Runner:
             config.model.moe.num_experts, mesh.ep_size, config.parallel.expert_placement_strategy
         )
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        self._transport = factory.transport
+        self._transport.open(StepSizes.of(config, len(mesh.node_ranks)))
         link = config.parallel.emulated_link
         if link is not None:
-            factory.transport = LinkEmulator(factory.transport, link.latency_us, link.gb_per_s, mesh.device)
+            factory.transport = LinkEmulator(
+                factory.transport, link.latency_us, link.gb_per_s, mesh.device, link.token_bytes
+            )
         backends = backends_for(
             config.attention_backend,
             config.deterministic,
@@ -75,8 +83,11 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
+            self._transport.send_fp8()
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
+        self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
@@ -86,7 +97,13 @@ class Runner:
         self.graph_config = self._graph_config(factory)
         overlap = config.overlap
         self.executor = UBatchExecutor(
-            self.model, overlap.executor, overlap.num_ubatches, config.step_timeout_s, mesh.device, mesh.record
+            self.model,
+            overlap.executor,
+            overlap.num_ubatches,
+            config.step_timeout_s,
+            mesh.device,
+            mesh.record,
+            budget_of(self.model, factory.transport, config, mesh.device),
         )
         try:
             self._allocate(dtype, on_progress, time_limit)
@@ -225,6 +242,7 @@ class Runner:
         """
         if self._states is not None:
             self._states.begin_step(batch, ubatches)
+        self.expert_load.begin_step(plan.step)
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
@@ -277,6 +295,7 @@ class Runner:
 
     def info(self) -> dict[str, Any]:
         """What the start-up summary says of this rank."""
+        shares = self.executor.budget.shares
         return {
             "num_blocks": self.num_blocks,
             "cache_bytes": self.cache_bytes,
@@ -286,6 +305,7 @@ class Runner:
             "moe_backend": self.experts_backends,
             "device": self.config.device,
             "attention_backend": self.model.backends.attention.name,
+            "sms": shares and asdict(shares),
             "graphs": {
                 "sizes": list(self.graph_config.sizes),
                 "split_sizes": list(self.graph_config.split_sizes),
@@ -295,8 +315,9 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers."""
+        """End the ubatch workers, and give back what transfers took. All ranks together."""
         self.executor.close()
+        self._transport.close()
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""

@@ -39,6 +39,10 @@ class StepLog:
         self._due_at = self._due_at_end = -math.inf
         self._watch = VainWatch(overlap) if rank == 0 and overlap.num_ubatches > 1 else None
 
+    def stop_watching(self) -> None:
+        """Somebody says at run time what is split: nothing was asked for in vain."""
+        self._watch = None
+
     def count_tokens(self, prompt: int, generated: int) -> None:
         """Of the step that `step` is about to be told of."""
         self._interval.stats.prompt_tokens += prompt

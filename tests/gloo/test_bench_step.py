@@ -20,6 +20,10 @@ KEYS = {
     *("strategy", "link", "step_us", "floor_us", "floor", "comm_us", "tokens_per_s", "spread", "kernels_per_step"),
     *("replay_us", "parts_us"),
 }
+LANE_KEYS = {
+    *("serial_us", "step_us", "compute_us", "compute_halves_us", "comm_us", "comm_halves_us", "bound_us"),
+    *("exposed_comm_us", "exposed_from", "lanes", "num_ubatches", "output_us", "layer_us", "layer_bound_us"),
+}
 
 
 def bench(*args: str) -> tuple[int, str, str]:
@@ -74,12 +78,90 @@ def test_a_slice_over_an_emulated_link_without_rates() -> None:
     (row,) = report_of("step", "--model", "tiny", *RANKS, *shape, *link, *steps, *cells)["rows"]
     assert (row["model"], row["layers"], row["dtype"]) == ("tiny", 2, "bfloat16")
     assert row["slice"] == {"of_ep": 4, "model_experts": 16, "experts_per_rank": 4, "rows_per_expert_and_token": 1.0}
-    assert row["link"] == {"kind": "emulated", "gb_per_s": 1.0, "latency_us": 200.0}
+    volume = {"dispatch_bytes_per_token": 2 * (192 + 2 * 4), "combine_bytes_per_token": 2 * 192 * 2}
+    assert row["link"] == {"kind": "emulated", "gb_per_s": 1.0, "latency_us": 200.0} | volume
     assert row["comm_us"] >= 2 * 200, "a dispatch and a combine in the sparse layer"
     assert row["computed_prompt_tokens"] <= 2 * 2, "of two prompts less than a block each is not cached"
     assert row["floor_us"] is None
     read = 4 * (1 - (1 - 4 / 8) ** 4)  # of four experts here and eight in all, by four tokens that choose four each
     assert row["floor"]["parts"]["experts"]["bytes"] == read * 3 * 192 * 64 * 2
+
+
+def test_strategies_beside_their_bound() -> None:
+    """Over a link of 2 ms and little bandwidth, of whose bytes a slice's own volume counts."""
+    shape = ("--slice-of-ep", "4", "--num-layers", "2", "--num-dense-layers", "0", "--load-format", "dummy")
+    link = ("--emulate-link-gb-per-s", "0.1", "--emulate-link-latency-us", "2000")
+    cells = ("--tokens-per-gpu", "8", "--repeats", "2", "--strategies", "serial,dual_batch")
+    rows = report_of("step", "--model", "tiny", *RANKS, *RATES, *STEPS, *shape, *link, *cells)["rows"]
+    kinds = [(row["phase"], row["tokens_per_gpu"], row["strategy"]) for row in rows]
+    phases = (("decode", 8), ("prefill", 64))
+    assert kinds == [(*phase, strategy) for phase in phases for strategy in ("serial", "dual_batch")]
+    out, back = 2 * (192 + 2 * 4), 2 * 192 * 4  # of four copies two leave: a byte for each of 192 elements, and scales
+    for serial, dual in zip(rows[::2], rows[1::2], strict=True):
+        assert (serial["split"][0], dual["num_ubatches"]) == (0, 2)
+        assert dual["split"][0] >= dual["steps"]
+        for row in (serial, dual):
+            assert row.keys() >= KEYS | LANE_KEYS
+            assert row["serial_us"] == serial["step_us"]
+            assert row["bound_us"] == max(row["compute_halves_us"], row["comm_halves_us"])
+            num_bytes = 2 * row["tokens_per_gpu"] * (out + back)
+            assert row["lanes"]["bytes"] == {"comm": num_bytes, "comm_halves": num_bytes}
+            assert 0 < row["output_us"] < row["compute_us"]
+            layers = max(row["compute_halves_us"] - row["output_us"], row["comm_halves_us"])
+            assert row["layer_bound_us"] == pytest.approx(layers / 2)
+            assert row["layer_us"] == pytest.approx((row["step_us"] - row["output_us"]) / 2)
+            link_us = num_bytes / 0.1 / 1e3
+            assert row["comm_us"] >= link_us + 4 * 2000, "a dispatch and a combine in each of two layers"
+            assert row["comm_halves_us"] >= link_us + 8 * 2000
+            assert 0 < row["exposed_comm_us"] < row["step_us"]
+            assert row["exposed_from"] == "lanes"
+            assert row["link"]["dispatch_bytes_per_token"] == out
+            for name in ("serial_us", "compute_halves_us", "comm_us"):
+                low, high = row["spread"][name]
+                assert 0 < low <= row[name] <= high
+        assert serial["step_us"] >= serial["comm_us"], "nothing hides a transfer but the shared experts' part of it"
+        assert dual["floor"]["bytes"] > dual["floor"]["unsplit"]["bytes"] == serial["floor"]["bytes"]
+
+
+def test_every_prefill_is_computed_though_decodes_find_their_prompts() -> None:
+    cells = ("--tokens-per-gpu", "4", "--phase", "prefill", "--repeats", "1", "--strategies", "serial,dual_batch")
+    serial, dual = report_of("step", "--model", "tiny", *RANKS, *STEPS, *cells, "--reuse-prompts")["rows"]
+    assert (
+        serial["computed_prompt_tokens"]
+        == dual["computed_prompt_tokens"]
+        == serial["prompt_len"] * serial["num_requests"]
+    )
+
+
+def test_what_cannot_be_split_is_said_and_left_out() -> None:
+    few = ("--tokens-per-gpu", "1", "--phase", "decode", "--repeats", "1", "--strategies", "serial,dual_batch,serial")
+    code, out, err = bench("step", "--model", "tiny", *RANKS, *STEPS, *few)
+    assert code == 0
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert (row["strategy"], row["serial_us"]) == ("serial", row["step_us"])
+    assert "dual_batch of a decode of 1 tokens: 0 of" in err
+    assert "below_threshold" in err
+    assert "overlap is on" not in err, "the benchmark itself says what is split"
+
+
+@pytest.mark.parametrize(
+    ("given", "variables", "said"),
+    [
+        (("--strategies", "serial,both"), {}, "strategies"),
+        (("--strategies", "dual_batch"), {"HOCKET_FORCE_SPLIT": "2"}, "HOCKET_FORCE_SPLIT"),
+        (("--strategies", "dual_batch", "--data-parallel-size", "1"), {}, "data_parallel_size"),
+        (("--link-dispatch", "int4"), {}, "link_dispatch"),
+    ],
+)
+def test_wrong_use_is_said_before_anything_starts(
+    given: tuple[str, ...], variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = bench("step", "--model", "tiny", *RANKS, *STEPS, "--tokens-per-gpu", "4", *given)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def test_a_cache_without_room_for_the_requests_is_named() -> None:

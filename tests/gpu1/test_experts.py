@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from hocket.moe.experts.registry import experts_class
 from hocket.moe.experts.tile_config import tile_config
 from hocket.moe.experts.triton_grouped import grouped_mlp
 from hocket.moe.transport.rows import RowFormat
+from hocket.overlap.sm_budget import Limit
+from hocket.overlap.sm_limits import limit_experts
+from hocket.quant import fp8
 
 CUDA = torch.device("cuda")
 BACKENDS = ("triton_grouped", "deep_gemm", "grouped_mm")
@@ -217,8 +221,15 @@ def test_fewer_multiprocessors(
 ) -> None:
     shape = SHAPES["v2-lite"]
     experts = loaded(backend, shape, weights_of)
-    experts.num_sms = num_sms
+    limit: Limit = partial(limit_experts, [experts]) if backend == "triton_grouped" else fp8.limit_sms
+    undo = limit(num_sms)
     check(experts, random_case(shape, num_rows, seed=9))
+    undo()
+    assert experts.num_sms is None
+    if backend == "deep_gemm":
+        import deep_gemm
+
+        assert deep_gemm.get_num_sms() == torch.cuda.get_device_properties().multi_processor_count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

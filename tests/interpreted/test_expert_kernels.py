@@ -20,7 +20,6 @@ from hocket.moe.experts.tile_config import GemmConfig, TileConfig
 from hocket.moe.experts.triton_grouped import TritonGroupedExperts, grouped_mlp
 from hocket.moe.transport import pack_kernels
 from hocket.moe.transport.rows import RowFormat
-from hocket.quant import fp8
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of numpy, about the interpreter
@@ -82,7 +81,6 @@ def _plain_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
         m_grouped_bf16_gemm_nt_masked=masked,
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
-    monkeypatch.setattr(fp8, "limit_sms", lambda _: None)
 
 
 CASES = [(1, 1, 1), (5, 3, 4), (43, 3, 7), (150, 2, 40), (130, 1, 1)]

@@ -55,7 +55,6 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         fp8_m_grouped_gemm_nt_masked=masked,
     )
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
-    monkeypatch.setattr(fp8, "limit_sms", lambda _: None)
     monkeypatch.setattr(kernels, "DTYPE", torch.float32)
 
 

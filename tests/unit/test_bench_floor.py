@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hocket.bench import rates
-from hocket.bench.floor import Part, Rates, StepShape, distinct_experts, floor_of, step_parts
+from hocket.bench.floor import Part, Rates, StepShape, distinct_experts, floor_of, split_parts, step_parts
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError, HocketError
@@ -52,6 +52,20 @@ def test_the_bytes_bound_small_decodes(num_requests: int, cache_gb: float, ms: f
     assert (gb["experts"], others, gb["attention"]) == pytest.approx((14.4, 2.2, cache_gb), abs=0.05)
     assert floor["us"] == pytest.approx(floor["bytes"] / 4.3e6)
     assert floor["us"] / 1e3 == pytest.approx(ms, abs=0.01)
+
+
+@pytest.mark.parametrize("num_ubatches", [1, 2, 3])
+def test_every_ubatch_reads_the_weights(num_ubatches: int) -> None:
+    """V2-Lite at 64 requests: 14.4 GB of experts and 1.75 of other weights each time, 2.1 of cache and 0.42 of the
+    output layer once. Experts that nobody chose are not read."""
+    chosen = 1 - (1 - 6 / 64) ** (2 * 64 / num_ubatches)
+    gb = num_ubatches * (14.4 * chosen + 1.75) + 2.1 + 0.42
+    step = StepShape.decode(64, 1056)
+    whole = step_parts(model("deepseek-v2-lite"), step, 2, "bfloat16")
+    split = split_parts(model("deepseek-v2-lite"), step, 2, "bfloat16", num_ubatches)
+    assert sum(part.num_bytes for part in split) / 1e9 == pytest.approx(gb, abs=0.05 * num_ubatches)
+    assert sum(part.flops for part in split) == pytest.approx(sum(part.flops for part in whole))
+    assert [part.name for part in split] == [part.name for part in whole]
 
 
 def test_one_part_after_the_other_takes_longer_than_both_at_once() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hocket.bench import report
+from hocket.errors import ConfigError
 
 PROC = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs)\nGCC version:  gcc 13\n"
@@ -45,3 +46,14 @@ def test_packages_of_kernels_are_named_where_they_are_installed(monkeypatch: pyt
     assert found["sgl-deep-gemm"] == "sgl-deep-gemm 1.0"
     assert "flashinfer-python" not in found
     assert found["torch"] == "torch 1.0"
+
+
+def test_looking_whether_a_result_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    fresh, older = tmp_path / "fresh.json", tmp_path / "older.json"
+    older.write_text("a result")
+    for path in (fresh, older):
+        report.check_output(str(path))
+    assert not fresh.exists(), "a run that fails after this has no result"
+    assert older.read_text() == "a result"
+    with pytest.raises(ConfigError, match="Not a directory"):
+        report.check_output(str(older / "below.json"))

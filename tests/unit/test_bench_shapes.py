@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hocket.bench.shapes import changed, sliced
+from hocket.bench.shapes import changed, published_name, sliced, token_bytes
 from hocket.config.model import ModelConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -79,6 +79,28 @@ def test_an_engine_of_the_changed_shape() -> None:
     assert (config.model.num_layers, config.model.moe.num_experts) == (5, 16)
     assert config.model.moe.layers == (False, False, False, True, True)
     assert config.model.hidden_size == resolve(given).model.hidden_size
+
+
+def test_dense_layers_may_be_left_out() -> None:
+    with changed(options(), 32, 5, 0) as (shaped, _):
+        assert all(resolve(shaped).model.moe.layers)
+    for name, loading, field in (("qwen3-30b-a3b", "dummy", "first_k_dense"), ("deepseek-v3", "auto", "num_dense")):
+        with pytest.raises(ConfigError, match=field), changed(options(name, load_format=loading), None, None, 0):
+            pass
+
+
+def test_bytes_of_a_token_between_the_gpus_of_a_large_deployment() -> None:
+    """DeepSeek-V3 on two ranks: four copies of 7168 elements leave, in a byte each and 56 scales of four, or in two."""
+    model = ModelConfig.from_dict(published("deepseek-v3"))
+    assert token_bytes(model, 2, "bfloat16", is_fp8=True) == (4 * (7168 + 56 * 4), 4 * 7168 * 2)
+    assert token_bytes(model, 2, "bfloat16", is_fp8=False) == (4 * 7168 * 2, 4 * 7168 * 2)
+    assert token_bytes(model, 4, "bfloat16", is_fp8=False) == (6 * 7168 * 2, 6 * 7168 * 2)
+
+
+def test_a_slice_is_called_as_its_model_is() -> None:
+    names = ("deepseek-v3", "deepseek-v3-fp8", "qwen3-30b-a3b")
+    found = [published_name(ModelConfig.from_dict(published(name)), f"some/{name}") for name in names]
+    assert found == ["DeepSeek-V3", "DeepSeek-V3", "qwen3-30b-a3b"]
 
 
 def test_without_changes_options_stay_what_they_are() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from hocket.bench.floor import Rates, StepShape, floor_of, split_parts, step_parts
 from hocket.bench.table import read_reports, table_of
+from hocket.config.model import ModelConfig
 from hocket.errors import ConfigError
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+SHAPES = RESULTS.parent / "shapes"
 REFERENCE = "2026-11-29-step-vllm-0.25.1-reference.json"
 
 
@@ -94,6 +97,66 @@ def test_a_figure_without_a_spread_is_a_point() -> None:
         report = other(theirs, (1.0, 1.0))
         del report["rows"][0]["spread"]
         assert cells(table_of([mine, report]))[0]["against others"].startswith(said)
+
+
+def split(step_us: tuple[float, float, float], serial_us: tuple[float, float, float], **changes: Any) -> dict[str, Any]:
+    """Each least, median and most."""
+    spread = {"step_us": [step_us[0], step_us[2]], "serial_us": [serial_us[0], serial_us[2]]}
+    figures = {"step_us": step_us[1], "serial_us": serial_us[1], "bound_us": 1000.0, "tokens_per_s": 1.0}
+    exposed = {"exposed_comm_us": 250.0, "exposed_from": "profile"}
+    return (
+        row(64, 1.0, (1.0, 1.0))
+        | figures
+        | exposed
+        | {"strategy": "dual_batch", "repeats": 5, "spread": spread}
+        | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("step_us", "serial_us", "changes", "said"),
+    [
+        ((990.0, 1100.0, 1200.0), (1300.0, 2200.0, 2300.0), {}, "0.50"),
+        ((990.0, 1100.0, 1300.0), (1300.0, 2200.0, 2300.0), {}, "within the spread"),
+        ((2300.0, 2310.0, 2320.0), (2310.0, 2320.0, 2330.0), {}, "within the spread"),
+        ((2310.0, 3300.0, 3400.0), (2200.0, 2200.0, 2300.0), {}, "1.50"),
+        ((1100.0, 1100.0, 1100.0), (2200.0, 2200.0, 2200.0), {"repeats": 1}, "one run, no spread known"),
+    ],
+)
+def test_no_speed_up_is_given_inside_the_noise(
+    step_us: tuple[float, float, float], serial_us: tuple[float, float, float], changes: dict[str, Any], said: str
+) -> None:
+    (shown,) = cells(table_of([ours(split(step_us, serial_us, **changes))]))
+    assert shown["× serial"] == said
+    assert shown["× bound"] == f"{step_us[1] / 1000:.2f}"
+    assert shown["exposed, ms"] == "0.25 (profile)"
+
+
+def test_strategies_of_a_cell_stand_below_each_other() -> None:
+    both = ours(split((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)), row(64, 2.0, (1.0, 3.0), strategy="serial", serial_us=1.0))
+    first, second = cells(table_of([both]))
+    assert (first["overlap"], second["overlap"]) == ("dual_batch", "serial")
+    assert (first["× serial"], second["× serial"], second["× bound"]) == ("0.40", "", "")
+
+
+def test_what_a_split_step_reads() -> None:
+    """18.7 GB, of which 16.2 are weights that two ubatches read twice."""
+    model = ModelConfig.from_pretrained(SHAPES / "deepseek-v2-lite")
+    given, step = Rates(bytes_per_s=4.3e12, flops_per_s=780e12, fp8_flops_per_s=1560e12, source="given"), 64
+    sizes = model, StepShape.decode(step, 1056), 2, "bfloat16"
+    floor = floor_of(split_parts(*sizes, 2), given) | {"unsplit": floor_of(step_parts(*sizes), given)}
+    table = table_of([ours(split((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), floor=floor, num_ubatches=2))])
+    assert table.splitlines()[-1] == (
+        "A decode of 64 reads 16.18 GB of weights, in 2 ubatches 32.31 GB; either way 2.10 GB of cache and 0.42 GB of "
+        "the output layer: 18.70 GB become 34.83 GB (1.86 ×); floor 4.35 ms unsplit, 8.10 split."
+    )
+
+
+def test_a_volume_that_is_not_what_was_sent_is_said() -> None:
+    link = {"kind": "emulated", "gb_per_s": 46.0, "latency_us": None}
+    volume = {"dispatch_bytes_per_token": 29568.0, "combine_bytes_per_token": 57344.0}
+    table = table_of([ours(row(64, 1.0, (1.0, 1.0), link=link | volume))])
+    assert "link EMULATED 46 GB/s, 29,568 + 57,344 bytes a token" in table
 
 
 def test_a_slice_is_no_match_for_the_whole_model() -> None:

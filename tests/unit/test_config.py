@@ -18,6 +18,7 @@ from hocket.config.resolve import model_folder, resolve
 from hocket.errors import BackendUnavailable, CheckpointError, ConfigError
 
 WIDE = {"data_parallel_size": 2, "enable_expert_parallel": True}
+LINK = WIDE | {"emulate_link_gb_per_s": 1.0}
 
 
 @pytest.fixture
@@ -57,6 +58,10 @@ def folder(tmp_path: Path) -> str:
         (WIDE | {"ubatch_cut": "middle"}, "ubatch_cut", "equal, cost"),
         ({"emulate_link_gb_per_s": 1.0}, "emulate_link_gb_per_s", "data_parallel_size"),
         (WIDE | {"emulate_link_latency_us": 5.0}, "emulate_link_latency_us", "emulate_link_gb_per_s"),
+        (WIDE | {"emulate_link_token_bytes": "1,2"}, "emulate_link_token_bytes", "emulate_link_gb_per_s"),
+        (LINK | {"emulate_link_token_bytes": "1"}, "emulate_link_token_bytes", "two numbers"),
+        (LINK | {"emulate_link_token_bytes": "1,-2"}, "emulate_link_token_bytes", "two numbers"),
+        (LINK | {"emulate_link_token_bytes": "nan,2"}, "emulate_link_token_bytes", "two numbers"),
         ({"seed": 2**63}, "seed", "from 0 to"),
         ({"kv_cache_memory_bytes": 2**63}, "kv_cache_memory_bytes", "from 1 to"),
         ({"max_model_len": 1}, "max_model_len", "from 2 to"),

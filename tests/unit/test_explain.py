@@ -21,7 +21,7 @@ from hocket.bench.shapes import changed
 from hocket.cli.main import main
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
-from hocket.config.resolve import resolve
+from hocket.config.resolve import resolve, resolve_and_say
 from hocket.doctor.choice import choice
 from hocket.doctor.show import console
 from hocket.errors import ConfigError
@@ -29,7 +29,7 @@ from hocket.explain import describe as describing
 from hocket.explain.describe import describe
 from hocket.explain.memory import memory
 from hocket.explain.messages import messages
-from hocket.explain.options import BECAME, NOT_KEPT, WHY, resolve_what_can_be, resolved_options
+from hocket.explain.options import BECAME, NOT_KEPT, resolve_what_can_be, resolved_options
 from hocket.explain.show import show
 from hocket.moe.transport.rows import RowFormat
 
@@ -94,6 +94,9 @@ def test_schedule_follows_the_transport() -> None:
     plain = described(**DBO)["schedules"]["prefill"]
     assert plain["lanes"][0] == {"comm": "D₀", "compute": ["A0₁", "A1₁"]}
     assert not any("recv" in launch for launch in plain["order"])
+    blocking = described(**DBO, device="cuda", all2all_backend="torch")["schedules"]["prefill"]
+    assert blocking["lanes"][:2] == [{"comm": "D₀", "compute": ["A0₁", "A1₁"]}, {"comm": "D₁", "compute": ["M₀"]}]
+    assert blocking["order"].index("M₀") < blocking["order"].index("D₁ send")
     apart = described(**DBO, emulate_link_gb_per_s=1)["schedules"]["prefill"]
     assert apart["order"].index("D₀ recv") < apart["order"].index("D₁ send")
     assert len(described(**{**DBO, "enable_dbo": False, "ubatch_size": 3})["schedules"]["decode"]["lanes"]) == 6
@@ -162,6 +165,18 @@ def test_messages_of_fixed_shapes_are_rows_to_all_others(device: str) -> None:
     back = RowFormat(hidden, 0, torch.bfloat16).row_bytes if device == "cpu" else hidden * 2
     assert (found["dispatch_bytes"], found["combine_bytes"]) == (7 * row, 7 * back)
     assert found["received_bytes"] == 8 * row
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_room_for_uneven_messages(device: str) -> None:
+    """A CPU is told how many rows come, as many as are sent; on a GPU there is room for all of all ranks."""
+    config = resolved(model=V3, data_parallel_size=8, enable_expert_parallel=True, device=device, dtype="bfloat16")
+    (found,) = (one for one in messages(config) if one["name"] == "torch")
+    row = RowFormat(config.model.hidden_size, config.model.moe.top_k, torch.bfloat16).row_bytes
+    if device == "cuda":
+        assert found["received_bytes"] == 8 * row
+    else:
+        assert found["dispatch_bytes"] < found["received_bytes"] <= found["dispatch_bytes"] + row
 
 
 def test_uneven_messages_go_to_the_ranks_of_the_experts() -> None:
@@ -234,15 +249,32 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("asked", "device"), [*product(ASKED, ("cpu", "cuda"))])
 def test_what_became_of_options(asked: dict[str, Any], device: str) -> None:
     """Each row is a difference that is really there, with a reason; and no difference is left out."""
-    options, config, _ = resolve_what_can_be(Options.from_dict({**asked, "device": device}), gpus=2)
-    rows = resolved_options(options, config)
+    options, config, why, _ = resolve_what_can_be(Options.from_dict({**asked, "device": device}), gpus=2)
+    rows = resolved_options(options, config, why)
     assert all(one["why"] for one in rows)
-    assert all(one["option"] in WHY for one in rows if one["became"] is not None)
+    assert why.keys() <= BECAME.keys()
     for one in rows:
         assert one["given"] == getattr(options, one["option"]) != one["became"]
     names = {one["option"] for one in rows}
     assert {"max_model_len", "block_size", "async_scheduling"} <= names
     assert {"seed", "step_timeout", "load_format"}.isdisjoint(names)
+
+
+def test_reasons_are_those_of_the_branch_that_decided() -> None:
+    _, whole = resolve_and_say(Options(enable_chunked_prefill=False, device="cpu"))
+    _, cut = resolve_and_say(Options(device="cpu", enforce_eager=True))
+    assert whole["max_num_batched_tokens"].endswith("as prompts are not chunked, max_model_len")
+    assert not cut["max_num_batched_tokens"].endswith("max_model_len")
+    assert cut["cudagraph_capture_sizes"] == "a CPU has no CUDA graphs"
+    _, eager = resolve_and_say(Options(device="cuda", enforce_eager=True), gpus=1)
+    assert eager["cudagraph_capture_sizes"] == "enforce_eager"
+    for ranks, name in ((9, "allgather_reducescatter"), (10, "torch")):
+        options = Options(model=V3, data_parallel_size=ranks, enable_expert_parallel=True, device="cuda")
+        config, why = resolve_and_say(options, gpus=ranks)
+        assert config.parallel.all2all_backend == name
+        many = "no more than" if ranks == 9 else "more than"
+        assert why["all2all_backend"] == f"a token has {ranks - 1} other ranks, {many} the experts it chooses (8)"
+    assert "all2all_backend" not in resolve_and_say(replace(options, all2all_backend="torch"), gpus=10)[1]
 
 
 def test_what_is_refused_is_named_and_left_out() -> None:

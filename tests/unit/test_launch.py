@@ -56,6 +56,25 @@ class Compiled:
         self._kernel.compiled.append((tuple(grid), args[9:]))
 
 
+class Launcher:
+    """As Triton's where a kernel has sizes of memory of its own: called, it gets that; `launch` is told of it."""
+
+    launch_cooperative_grid, launch_pdl = "cooperative", "dependent"
+
+    def __init__(self, compiled: Compiled, global_scratch: int, profile_scratch: int) -> None:
+        self._compiled = compiled
+        self.global_scratch_size, self.profile_scratch_size = global_scratch, profile_scratch
+        self.num_direct = 0
+
+    def __call__(self, *args: Any) -> None:
+        self._compiled.run(*args)
+
+    def launch(self, *args: Any) -> None:
+        assert args[5:9] == ("cooperative", "dependent", None, None)
+        self.num_direct += 1
+        self._compiled.run(*args[:5], *args[9:])
+
+
 def launch_of(kernel: Kernel) -> Launch:
     return Launch(kernel, (5, 2), 24, 1e-6, A=7, B=True, num_warps=4)
 
@@ -71,6 +90,18 @@ def test_the_first_launch_is_tritons_and_the_next_ones_give_addresses() -> None:
     launch(other, ALIGNED, changing=(4,))
     assert len(kernel.by_triton) == 1
     assert kernel.compiled == [((5, 2, 1), (other.data_ptr(), ALIGNED.data_ptr(), 4, 24, 1e-6, True, 7))]
+
+
+@pytest.mark.parametrize("scratch", [(0, 0), (8, 0), (0, 8)])
+def test_kernels_without_memory_of_their_own_are_launched_directly(scratch: tuple[int, int]) -> None:
+    kernel = Kernel()
+    launcher = Launcher(Compiled(kernel), *scratch)
+    compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
+    launch = launch_of(kernel)
+    launch._known[(-1, torch.float32, torch.float32)] = launch._prepared(compiled, 3)
+    launch(ALIGNED, ALIGNED, changing=(3,))
+    assert kernel.compiled == [((5, 2, 1), (ALIGNED.data_ptr(), ALIGNED.data_ptr(), 3, 24, 1e-6, True, 7))]
+    assert launcher.num_direct == (scratch == (0, 0))
 
 
 def test_a_missing_tensor_is_a_null_pointer_and_another_kernel() -> None:

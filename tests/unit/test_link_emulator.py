@@ -79,6 +79,26 @@ def test_the_link_carries_one_transfer_at_a_time() -> None:
     assert first.arrived_ns() <= second.arrived_ns() - 19_900_000, "its own delivery, not when somebody asked"
 
 
+def test_the_volume_of_another_deployment_counts_instead_of_what_is_sent() -> None:
+    """7 MB/s: three tokens of 10,000 bytes out and 30,000 back, whatever the inner transport sends."""
+    link = LinkEmulator(Inner(0.0), 0.0, 0.007, token_bytes=(10_000.0, 30_000.0))
+    x, layout = torch.ones(3, 4), TokenLayout.of(3, 3, 3, torch.device("cpu"))
+    dispatch = link.prepare(x, x, x, layout)
+    began = time.perf_counter()
+    dispatch.send()
+    assert dispatch.receive is not None
+    dispatch.receive()
+    assert time.perf_counter() - began >= 30_000 / 7e6
+    sent = dispatch.result()
+    assert sent.x is x
+    combine = link.finalize(x, sent.handle)
+    assert (dispatch.num_bytes(), combine.num_bytes()) == (30_000, 90_000)
+    combine.send()
+    assert combine.result() is x
+    nothing = link.prepare(x[:0], x[:0], x[:0], TokenLayout.of(0, 0, 3, torch.device("cpu")))
+    assert nothing.num_bytes() == 0
+
+
 def test_on_a_gpu_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """From before the inner transfer until behind it, for what is known by then; the host sleeps for nothing."""
     done: list[object] = []

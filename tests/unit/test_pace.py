@@ -66,7 +66,7 @@ def test_a_rest_is_not_counted(clock: Clock) -> None:
     assert steps.snapshot() == {}
     clock.now = 1.5
     steps.step("prefill", (8,), 0.0)
-    assert steps.snapshot() == {"prefill": {"8": {"steps": 1, "us": 500_000.0, "comm_us": 0.0}}}
+    assert steps.snapshot() == {"prefill": {"8": {"steps": 1, "us": 500_000.0, "comm_us": 0.0, "exposed_us": 0.0}}}
 
 
 @dataclass
@@ -82,10 +82,10 @@ DECODE, PREFILL, FEWER = Plan(1, (4, 4)), Plan(0, (4, 4)), Plan(1, (4, 3))
 
 @dataclass
 class Range:
-    us: float
+    """µs."""
 
-    def elapsed_us(self) -> float:
-        return self.us
+    start: float
+    end: float
 
 
 @dataclass
@@ -93,23 +93,29 @@ class Event:
     name: str
     device_type: Any
     time_range: Range
+    device_resource_id: int = 7
     is_user_annotation: bool = False
 
 
 GPU = DeviceType.CUDA
-EVENTS = [
-    *(
-        Event("gemm", GPU, Range(20.0)),
-        Event("gemm", GPU, Range(30.0)),
-        Event("ncclDevKernel_AllGather", GPU, Range(7.0)),
-    ),
-    *(Event("Memcpy DtoH", GPU, Range(9.0)), Event("launch", DeviceType.CPU, Range(9.0))),
-    Event("a range", GPU, Range(99.0), is_user_annotation=True),
-]
+STEP_US = 1000.0
+
+
+def events_of(step: int) -> list[Event]:
+    """Of NCCL's 7 µs on another stream 4 lie beside the second product."""
+    at = step * STEP_US
+    return [
+        Event("gemm", GPU, Range(at, at + 20.0)),
+        Event("gemm", GPU, Range(at + 25.0, at + 55.0)),
+        Event("ncclDevKernel_AllGather", GPU, Range(at + 22.0, at + 29.0), 13),
+        Event("Memcpy DtoH", GPU, Range(at + 60.0, at + 69.0)),
+        Event("launch", DeviceType.CPU, Range(at, at + 9.0)),
+        Event("a range", GPU, Range(at, at + 99.0), is_user_annotation=True),
+    ]
 
 
 class Profile:
-    """Stands for torch's: EVENTS in each profiled step."""
+    """Stands for torch's: events in each profiled step."""
 
     running = 0
 
@@ -126,7 +132,7 @@ class Profile:
         Profile.running -= 1
 
     def events(self) -> list[Event]:
-        return EVENTS * self.num_steps
+        return [event for step in range(self.num_steps) for event in events_of(step)]
 
 
 @pytest.fixture
@@ -156,6 +162,8 @@ def test_kernels_of_a_few_steps_of_one_kind_in_a_row(profiles: list[Profile]) ->
         "per_step": 3.0,
         "us": 57.0,
         "nccl_us": 7.0,
+        "comm_us": 7.0,
+        "exposed_comm_us": 3.0,
         "slowest": [["gemm", 2.0, 50.0], ["ncclDevKernel_AllGather", 1.0, 7.0]],
     }
     assert [profile.num_steps for profile in profiles] == [COUNTED, COUNTED]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hocket.dist.record import (
     behind,
     described,
     elsewhere,
+    lifeless,
 )
 from hocket.dist.watchdog import Watchdog
 from hocket.errors import RankLost
@@ -64,6 +66,30 @@ def test_who_is_behind_and_who_is_elsewhere() -> None:
     assert elsewhere(ahead, 3) == elsewhere({0: where(1), 1: where(1)}, 0) == set()
     assert apart({0: where(76, "b"), 1: where(78, "d"), 2: where(76, "b")}) == {1}
     assert apart({0: where(82, "ub1 dispatch send"), 1: where(83, "ub0 combine send")}) == set()
+
+
+def test_whose_process_has_not_run_for_long() -> None:
+    found = {rank: replace(where(5), silent_s=silent_s) for rank, silent_s in enumerate((0.3, 4.0, 0.0))}
+    assert lifeless(found, 1.5) == {1}
+    assert lifeless(found, 4.0) == set()
+
+
+def test_the_watchdog_says_that_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit of an hour as often as with one of seconds, and also while the rank does nothing."""
+    front = Records(tmp_path, 1, create=True)
+    record = front.own(0)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic_ns", lambda: 0)
+        record.beat()
+    record.enter(COMPUTES)
+    record.enter(RESTS)
+    assert front.read()[0].silent_s > 5.0, "nobody has looked, and the clock began longer ago"
+    dog = Watchdog(record, 3600.0, lambda: None)
+    deadline = time.monotonic() + 20.0
+    while front.read()[0].silent_s > 5.0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert front.read()[0].silent_s < 5.0
+    dog.close()
 
 
 @pytest.mark.parametrize("kind", [InlineLane, WorkerLane])

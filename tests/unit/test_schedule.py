@@ -53,14 +53,36 @@ def test_both_ends() -> None:
     assert order[-1] == Launch(S.COMBINE, 1, 1, "recv"), "ubatch 0 runs the last receive on leaving"
 
 
+def hidden(schedule: Schedule, *, is_apart: bool) -> dict[str, list[str]]:
+    """Compute by the transfer that it hides, in the second layer of three."""
+    order = launch_order(schedule, num_ubatches=2, num_layers=3, is_apart=is_apart, has_shared=True)
+    return {send.text(1): [c.text(1) for c in compute] for send, compute in hidden_under(order) if send.layer == 1}
+
+
+@pytest.mark.parametrize("schedule", [LAUNCH_FIRST, HAND_OVER_FIRST])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_nothing_is_hidden_by_what_waits_for_it(schedule: Schedule, n: int) -> None:
+    order = launch_order(schedule, num_ubatches=n, num_layers=4, is_apart=False, has_shared=True)
+    found = hidden_under(order)
+    assert [send for send, _ in found] == [launch for launch in order if launch.part == "send"]
+    for send, compute in found:
+        waits = Launch(S.EXPERTS, send.ubatch, send.layer), Launch(S.QKV, send.ubatch, send.layer + 1)
+        assert waits[send.stage is S.COMBINE] not in compute
+
+
 def test_what_hides_what() -> None:
-    order = launch_order(LAUNCH_FIRST, num_ubatches=2, num_layers=3, is_apart=True, has_shared=True)
-    under = {send.text(1): [c.text(1) for c in compute] for send, compute in hidden_under(order) if send.layer == 1}
-    assert under == {
+    assert hidden(LAUNCH_FIRST, is_apart=True) == {
         "D₀ send": ["A0₁", "A1₁"],
         "D₁ send": ["M₀"],
         "C₀ send": ["S₀", "M₁"],
         "C₁ send": ["S₁", "A0₀⁺", "A1₀⁺"],
+    }
+    # Launched after the hand-over, a transfer hides what was queued before it: never what needs its own result.
+    assert hidden(HAND_OVER_FIRST, is_apart=False) == {
+        "D₀ send": ["A0₁", "A1₁"],
+        "D₁ send": ["M₀"],
+        "C₀ send": ["M₁"],
+        "C₁ send": ["S₀", "S₁", "A0₀⁺", "A1₀⁺"],
     }
 
 

@@ -4,6 +4,7 @@ that memory on both streams lives until it may be given to others."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from hocket.moe.transport import allgather_reducescatter, torch_a2a
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST, Launch
-from hocket.trace.spans import COMM, Recorder, Span, Stage, Step
+from hocket.trace.spans import COMM, COMPUTE, Recorder, Span, Stage, Step
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import Transfer
 
@@ -135,6 +136,7 @@ class Case:
             monkeypatch.setattr(layer, "transport", self.transport)
         self.executor = UBatchExecutor(bench.model, kind, num_ubatches, 10.0, GPU)
         self.executor.recorder = Watching(self.cuda)
+        self.cuda.may_time = True
         self.num_ubatches = num_ubatches
 
     def _collective(self, output: Tensor, input: Tensor, *_: Any) -> None:
@@ -267,6 +269,35 @@ def test_a_broken_collective_ends_the_step(case: Case) -> None:
     with pytest.raises(RankLost, match=r"a rank is late or gone: .* failed: "):
         case.run()
     assert len(case.transport.sent) == 3, "nothing is sent after the lane broke"
+
+
+def test_times_are_noted_on_the_streams_of_what_they_are_of(case: Case) -> None:
+    """Stages on the compute stream, in the order of launching; transfers on the comm stream."""
+    recorder = case.executor.recorder = Recorder()
+    case.run()
+    (step,) = recorder.finished
+    ticks = {ns: round((ns - step.start_ns) / 1e6) + 1 for span in step.spans for ns in (span.start_ns, span.stop_ns)}
+    sent = [span for span in step.spans if span.part in ("send", "recv")]
+    flights = [span for span in step.spans if span.part == "flight"]
+    parts = 2 if case.transport.apart else 1
+    assert len(sent) == parts * len(flights) == parts * 2 * case.num_ubatches * len(case.bench.layers)
+    for span in step.spans:
+        assert step.start_ns < span.start_ns < span.stop_ns < step.stop_ns
+        streams = {case.cuda.timed[ticks[ns]] for ns in (span.start_ns, span.stop_ns)}
+        assert (streams == {case.compute}) is (span.lane == COMPUTE)
+        assert len(streams) == 1
+    for flight in flights:
+        own = [s for s in sent if (s.ubatch, s.layer, s.stage) == (flight.ubatch, flight.layer, flight.stage)]
+        assert (flight.start_ns, flight.stop_ns) == (own[0].start_ns, own[-1].stop_ns)
+    compute = [span for span in step.spans if span.lane == COMPUTE]
+    assert all(a.stop_ns < b.start_ns for a, b in pairwise(compute))
+
+
+def test_without_a_recorder_no_event_keeps_its_time(case: Case) -> None:
+    case.executor.recorder, case.cuda.may_time = None, False
+    case.cuda.watch = lambda: None
+    case.run()
+    assert not case.cuda.timed
 
 
 def test_split_steps_have_no_side_stream(bench: Bench) -> None:

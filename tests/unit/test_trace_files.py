@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from trace_checks import check_events, figures_of
 
 from hocket.errors import ConfigError
@@ -80,7 +81,14 @@ def test_a_file_read_is_what_was_written(recording: Recording, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"traceEvents": [], "otherData": {"kind": "other", "version": 1}}', "[1]"]
+    "content",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"traceEvents": [], "otherData": {"kind": "other", "version": 1}}',
+        '{"traceEvents": [], "otherData": {"kind": "hocket trace", "version": 1, "figures_us": []}}',
+    ],
 )
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
@@ -127,6 +135,31 @@ def test_the_picture_shows_lanes_and_figures(recording: Recording) -> None:
     assert marks == pytest.approx(10, abs=2.5), "as long as what is exposed of a layer"
     assert "step / bound" in text
     assert recording.title in text
+
+
+def test_a_trace_with_a_step_missing_on_a_rank_is_refused(recording: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "uneven.json"
+    recording.ranks[1].pop()
+    perfetto.write(recording, path)
+    with pytest.raises(ConfigError, match="as hocket trace writes it"):
+        perfetto.read(path)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_in_a_narrow_terminal_every_figure_has_one_line(recording: Recording, width: int) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    picture.show(recording, console)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    begin = next(idx for idx, line in enumerate(lines) if line.startswith("ms, mean of"))
+    table = lines[begin + 1 : begin + 1 + len(picture.ROWS) + 1]
+    assert [line[:5] for line in table][-1] == "step "
+    assert all(re.match(r"\S+.* \d", line) for line in table), table
+    figures = recording.figures()
+    for (name, _), line in zip(picture.ROWS, table, strict=False):
+        for one in figures:
+            assert picture._value(name, one) in line, "figures are whole"
 
 
 def test_which_step_and_layer_are_shown() -> None:

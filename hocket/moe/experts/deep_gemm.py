@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
-from hocket.quant import fp8
+from hocket.moe.grouped import GroupedRows
 
 WIDTH_MULTIPLE = 64
 """DeepGEMM reads so many columns at a time."""
@@ -24,7 +24,8 @@ MASKED_ALIGN = 128
 
 class DeepGemmExperts(Experts):
     """Up to MASKED_MAX_ROWS rows each expert has places for all of them (masked GEMMs), above experts stand one behind
-    the other (contiguous GEMMs). A row names an expert at most once; its slots are summed in their order.
+    the other (contiguous GEMMs); rows that come expert by expert are taken as they lie. A row names an expert at most
+    once; its slots are summed in their order.
     """
 
     name = "deep_gemm"
@@ -48,10 +49,18 @@ class DeepGemmExperts(Experts):
         x = x if x.stride(1) == 1 else x.contiguous()
         places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=len(x) <= MASKED_MAX_ROWS)
         expected = max(1, round(self.rows_per_expert(ids)))
-        fp8.limit_sms(self.num_sms)
         gate_up = self._product(permute.scatter_rows(x, places, ids.shape[1]), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)
         return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)
+
+    def forward_grouped(self, rows: GroupedRows) -> Tensor:
+        num_experts, of_expert, hidden_size = rows.x.shape
+        if num_experts == 0 or rows.max_rows == 0:
+            return rows.x.new_empty(rows.x.shape)
+        places, expected = places_of_groups(rows), max(1, round(rows.expected_rows))
+        gate_up = self._product(rows.x.view(-1, hidden_size), places, self.w13, expected)
+        hidden = permute.silu_and_mul_rows(gate_up, places)
+        return self._product(hidden, places, self.w2, expected).view(num_experts, of_expert, -1)
 
     def _product(self, rows: Tensor, places: permute.Places, weight: Tensor, expected_rows: int) -> Tensor:
         """rows [P, in] → [P, out]."""
@@ -75,6 +84,14 @@ def places_of(ids: Tensor, num_experts: int, local_id_of: Tensor | None, *, is_m
 
     step = deep_gemm.get_mk_alignment_for_contiguous_layout()
     return permute.tiles_of(ids, num_experts, step, local_id_of, expert_per_place=True)
+
+
+def places_of_groups(rows: GroupedRows) -> permute.Places:
+    """Where the rows stand already. Raises where an expert's places are no whole tiles."""
+    num_experts, of_expert, _ = rows.x.shape
+    assert of_expert % MASKED_ALIGN == 0, f"{of_expert} places of an expert are not whole tiles of {MASKED_ALIGN}"
+    expert, place = rows.taken()
+    return permute.Places(num_experts * of_expert, place.masked_fill(expert < 0, -1).int(), rows.counts)
 
 
 def masked_rows(num_rows: int) -> int:

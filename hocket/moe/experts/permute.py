@@ -219,15 +219,15 @@ def scatter_rows(x: Tensor, places: Places, top_k: int) -> Tensor:
     """x [N, D] (rows may be strided) → [P, D]: each slot's row at its place; what else is there is undefined."""
     width = x.shape[1]
     out = x.new_empty(places.num_places, width)
-    _scatter_launch(len(places.place_of_slot), width, x.stride(0), top_k)(x, out, places.place_of_slot)
+    _scatter_launch(len(x), width, x.stride(0), top_k)(x, out, places.place_of_slot)
     return out
 
 
 @launches
-def _scatter_launch(num_slots: int, width: int, stride: int, top_k: int) -> Launch:
+def _scatter_launch(num_rows: int, width: int, stride: int, top_k: int) -> Launch:
     from hocket.moe.experts.kernels import permute as kernels
 
-    grid = num_slots, -(-width // BLOCK_COLUMNS)
+    grid = num_rows, -(-width // BLOCK_COLUMNS)
     constants = {"TOP_K": top_k, "D": width, "ALIGN": row_alignment(stride), "BLOCK": BLOCK_COLUMNS}
     return Launch(kernels.scatter_rows, grid, stride, **constants)
 

@@ -15,7 +15,7 @@ from hocket.dist import collectives
 from hocket.errors import CapacityError
 from hocket.moe.base import TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
+from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers, most_received
 from hocket.moe.transport.rows import INT32_MAX, RowFormat
 from hocket.ubatch.transfer import Transfer
 
@@ -54,7 +54,7 @@ class AllGatherReduceScatterTransport(Transport):
         rows = RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         number = next(self._numbers) & INT32_MAX
         sent = rows.pack(x, topk_ids, topk_weights, padded, number)
-        received = sent.new_empty(self._num_ranks * padded, rows.row_bytes)
+        received = sent.new_empty(most_received(self._num_ranks, padded), rows.row_bytes)
 
         def result() -> Dispatched:
             if padded and is_on_host(received):
@@ -76,7 +76,7 @@ class AllGatherReduceScatterTransport(Transport):
         sums = expert_out.contiguous()
         return Transfer(
             send=lambda: collectives.reduce_scatter_sum(out, sums, self._group),
-            result=lambda: out[: handle.num_rows],
+            result=lambda: out if handle.num_rows == len(out) else out[: handle.num_rows],
             num_bytes=lambda: out.nbytes * (self._num_ranks - 1),
         )
 

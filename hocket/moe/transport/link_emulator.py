@@ -6,13 +6,14 @@ Every result that was measured over it must say so.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.ubatch.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -22,8 +23,19 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class LinkHandle(Handle):
+    """The inner transport's handle, and for how many of this rank's tokens the call is."""
+
+    inner: Handle
+    num_tokens: int
+
+
 class LinkEmulator(Transport):
     """Each transfer takes `latency_us` + bytes sent / `gb_per_s`, and the link carries one at a time.
+
+    token_bytes: bytes that count for each of this rank's rows, in a dispatch and in a combine, instead of those that
+    the inner transport sends.
 
     Send and receive are apart: `send` runs the inner transfer and returns, `receive` waits until the link would have
     delivered it. A transfer that the inner transport needs longer for is not shortened.
@@ -35,9 +47,18 @@ class LinkEmulator(Transport):
     name = "link_emulator"
     requires_padding = False  # an instance takes over its inner transport's, launch_blocks and, on a GPU, captures
     is_apart = True
+    max_sms = 0  # what it stands for takes none; the inner transfer is over before the emulated one
 
-    def __init__(self, inner: Transport, latency_us: float, gb_per_s: float, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        latency_us: float,
+        gb_per_s: float,
+        device: torch.device = _CPU,
+        token_bytes: tuple[float, float] | None = None,
+    ) -> None:
         self.inner = inner
+        self.token_bytes = token_bytes
         self.latency_us = latency_us
         self.gb_per_s = gb_per_s
         self.requires_padding = inner.requires_padding  # type: ignore[misc]
@@ -50,11 +71,25 @@ class LinkEmulator(Transport):
             self._clock = DeviceClock(device)
             self.captures = inner.captures  # type: ignore[misc]
 
-    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
-        return self._stretched(self.inner.prepare(x, topk_ids, topk_weights, layout))
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
+        transfer = self.inner.prepare(x, topk_ids, topk_weights, layout)
+        if self.token_bytes is None:
+            return self._stretched(transfer)
+        num_tokens, num_bytes = x.shape[0], round(x.shape[0] * self.token_bytes[0])
+
+        def result() -> Received:
+            found = transfer.result()
+            return found.with_handle(LinkHandle(found.handle, num_tokens))
+
+        return self._stretched(replace(transfer, result=result, num_bytes=lambda: num_bytes))
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
-        return self._stretched(self.inner.finalize(expert_out, handle))
+        if self.token_bytes is None:
+            return self._stretched(self.inner.finalize(expert_out, handle))
+        assert isinstance(handle, LinkHandle)
+        transfer = self.inner.finalize(expert_out, handle.inner)
+        num_bytes = round(handle.num_tokens * self.token_bytes[1])
+        return self._stretched(replace(transfer, num_bytes=lambda: num_bytes))
 
     def _seconds(self, num_bytes: int) -> float:
         return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)

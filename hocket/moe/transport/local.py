@@ -16,6 +16,7 @@ class LocalTransport(Transport):
     name = "local"
     requires_padding = False
     captures = True
+    max_sms = 0
 
     def __init__(self, placement: ExpertPlacement) -> None:
         assert placement.num_ranks == 1, placement

@@ -18,6 +18,8 @@ _CLASSES = {
     "local": "hocket.moe.transport.local.LocalTransport",
     "torch": "hocket.moe.transport.torch_a2a.TorchTransport",
     "allgather_reducescatter": "hocket.moe.transport.allgather_reducescatter.AllGatherReduceScatterTransport",
+    "deepep_high_throughput": "hocket.moe.transport.deepep_high_throughput.DeepEPHighThroughput",
+    "deepep_low_latency": "hocket.moe.transport.deepep_low_latency.DeepEPLowLatency",
 }
 REFUSED = {
     "local": "it moves nothing, so it serves one rank only",
@@ -29,6 +31,12 @@ def transport_class(name: str) -> Any:
     """The class of a transport that exists; those between ranks are made of (placement, rank, group, device)."""
     module, _, attribute = _CLASSES[name].rpartition(".")
     return getattr(import_module(module), attribute)
+
+
+def traits(name: str) -> dict[str, Any]:
+    """What the transport `name` states of itself: {max_sms, is_apart, launch_blocks, captures}, see `Transport`."""
+    kind = transport_class(name)
+    return {key: getattr(kind, key) for key in ("max_sms", "is_apart", "launch_blocks", "captures")}
 
 
 def build_transport(

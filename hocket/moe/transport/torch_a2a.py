@@ -14,7 +14,7 @@ from torch import Tensor
 from hocket.dist import collectives
 from hocket.moe.base import TokenLayout, check_ids, is_on_host
 from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers
+from hocket.moe.transport.base import Dispatched, Handle, Transport, check_numbers, most_received
 from hocket.moe.transport.rows import INT32_MAX, RowFormat
 from hocket.ubatch.transfer import Transfer
 
@@ -115,7 +115,8 @@ class TorchTransport(Transport):
             room = None
         else:
             token_idx = wanted_first(is_wanted, topk_ids.shape[1])
-            room = x.new_empty(len(self._ranks) * layout.num_padded_max, rows.row_bytes, dtype=torch.uint8)
+            most = most_received(len(self._ranks), layout.num_padded_max)
+            room = x.new_empty(most, rows.row_bytes, dtype=torch.uint8)
         packed = rows.pack(x[token_idx], topk_ids[token_idx], topk_weights[token_idx], len(token_idx))
         number = next(self._numbers)
         under_way = _Dispatch(self._rank, self._group, rows, is_wanted.sum(dim=-1), packed, number, room)

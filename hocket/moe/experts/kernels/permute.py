@@ -251,14 +251,13 @@ def _place(
 def scatter_rows(
     x, out, place_of_slot, x_stride, TOP_K: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """x [N, D], rows x_stride apart, a multiple of ALIGN → out [P, D]: each slot's row at its place."""
-    slot = tl.program_id(0)
-    place = tl.load(place_of_slot + slot)
-    if place >= 0:
-        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        row = tl.multiple_of((slot // TOP_K).to(tl.int64) * x_stride, ALIGN)
-        values = tl.load(x + row + cols, mask=cols < D)
-        tl.store(out + place.to(tl.int64) * D + cols, values, mask=cols < D)
+    """x [N, D], rows x_stride apart, a multiple of ALIGN → out [P, D]: each row, read once, at its slots' places."""
+    row = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + tl.multiple_of(row.to(tl.int64) * x_stride, ALIGN) + cols, mask=cols < D)
+    for slot in tl.static_range(TOP_K):
+        place = tl.load(place_of_slot + row * TOP_K + slot).to(tl.int64)
+        tl.store(out + place * D + cols, values, mask=(place >= 0) & (cols < D))
 
 
 @triton.jit

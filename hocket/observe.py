@@ -1,0 +1,119 @@
+"""What the front may ask of a rank's engine beside work: counters, spans, hidden states, kernels, replays of a graph.
+
+Knows nothing of the group of ranks, of waves or of how answers travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from hocket.channel.messages import (
+    CountKernels,
+    FromRank,
+    GetSpans,
+    GetStates,
+    GetStats,
+    Lanes,
+    RecordStates,
+    RecordSteps,
+    SetThresholds,
+    Spans,
+    Stats,
+    TimeLanes,
+    TimeReplays,
+)
+from hocket.engine import Engine
+from hocket.overlap.vote import StepPlan
+from hocket.trace.spans import Recorder
+from hocket.worker.graphs import name_of
+from hocket.worker.kernel_count import KernelCount
+from hocket.worker.lane_times import LaneTimes
+
+Measure = SetThresholds | TimeReplays | TimeLanes
+"""What is done while all ranks sleep."""
+
+
+class Observer:
+    """Looks at one engine. time_limit: bounds what is done inside (`worker.graphs.TimeLimit`)."""
+
+    def __init__(self, engine: Engine, rank: int, time_limit: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._time_limit = time_limit
+        self._kernels: KernelCount | None = None
+        self._replay_us: float | None = None
+        self._asked: list[Measure] = []  # for when all ranks sleep
+
+    def answer(self, question: Any) -> FromRank | None:
+        """What the front is told; None: nothing, it only gave an order. KeyError for what is none of `QUESTIONS`."""
+        return self.QUESTIONS[type(question)](self, question)
+
+    def step(self, plan: StepPlan) -> None:
+        """A step by `plan` has been launched."""
+        if self._kernels is not None:
+            self._kernels.step(plan)
+
+    def rest(self) -> list[FromRank]:
+        """All ranks sleep, or are about to: none of them waits for another one in a step. What was asked for such a
+        time is done; returns what the front is told."""
+        asked, self._asked = self._asked, []
+        return [answer for order in asked if (answer := self._measure(order)) is not None]
+
+    def _measure(self, order: Measure) -> FromRank | None:
+        if isinstance(order, SetThresholds):
+            self._engine.set_thresholds(order.decode, order.prefill)
+            return None
+        if isinstance(order, TimeReplays):
+            with self._time_limit(f"replaying the {name_of(order.size, order.num_ubatches)}"):
+                graph = self._engine.runner.graphs[order.size, order.num_ubatches]
+                self._replay_us = graph.replay_us(order.count)
+            return None
+        times = LaneTimes(self._engine.runner, order, self._time_limit)
+        us = times.measure()
+        return Lanes(rank=self._rank, us=us, bytes=times.num_bytes, captured=times.captured)
+
+    def _stats(self, question: GetStats) -> Stats:
+        engine = self._engine
+        stats = {"rank": self._rank} | engine.counters(is_brief=question.is_brief)
+        if self._kernels is not None:
+            stats["kernels"] = self._kernels.found
+        if self._replay_us is not None:
+            stats["replay_us"] = self._replay_us
+        if question.reset:
+            engine.stats.reset()
+        return Stats(rank=self._rank, stats=stats)
+
+    def _count_kernels(self, order: CountKernels) -> None:
+        self._kernels = KernelCount(order.phase, order.num_tokens)
+
+    def _when_resting(self, order: Measure) -> None:
+        self._asked.append(order)
+        self._replay_us = None
+
+    def _record_steps(self, order: RecordSteps) -> None:
+        self._engine.runner.executor.recorder = Recorder(order.phase, order.skip, order.num_steps)
+
+    def _spans(self, _question: GetSpans) -> Spans:
+        executor = self._engine.runner.executor
+        recorder, executor.recorder = executor.recorder, None
+        return Spans(rank=self._rank, steps=[] if recorder is None else recorder.finished)
+
+    def _record_states(self, order: RecordStates) -> None:
+        self._engine.runner.record_states(order.forced)
+
+    def _states(self, question: GetStates) -> FromRank:
+        return self._engine.runner.states_of(question.layer)
+
+    QUESTIONS: ClassVar[dict[type, Callable[[Observer, Any], FromRank | None]]] = {
+        GetStats: _stats,
+        CountKernels: _count_kernels,
+        SetThresholds: _when_resting,
+        TimeReplays: _when_resting,
+        TimeLanes: _when_resting,
+        RecordSteps: _record_steps,
+        GetSpans: _spans,
+        RecordStates: _record_states,
+        GetStates: _states,
+    }

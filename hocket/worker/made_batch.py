@@ -1,0 +1,39 @@
+"""Batches made for measuring, of requests that nobody asked for. Knows no engine and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from hocket.request import EngineRequest, Request, SamplingParams
+from hocket.scheduler.batch import Batch, BatchBuilder
+
+
+def made_batch(lens: Sequence[tuple[int, int]], token_ids: Iterator[int], block_size: int) -> Batch:
+    """One request for each of `lens`: (tokens whose cache entries are taken to exist, new tokens).
+
+    Blocks are numbered from 0 on; a request with a past is a decode.
+    """
+    builder, num_blocks = BatchBuilder(sum(new for _, new in lens)), 0
+    for idx, (past, new) in enumerate(lens):
+        request = Request(EngineRequest(f"made-{idx}", list(islice(token_ids, past + new)), SamplingParams()))
+        request.num_computed_tokens = past
+        request.block_ids = list(range(num_blocks, num_blocks + -(-(past + new) // block_size)))
+        num_blocks += len(request.block_ids)
+        builder.add(request, new, is_prefill=past == 0)
+    return builder.build()
+
+
+def prompt_lens(num_tokens: int, longest: int) -> list[tuple[int, int]]:
+    """`num_tokens` tokens in prompts of `longest`, the last one with what is left."""
+    return [(0, min(longest, num_tokens - done)) for done in range(0, num_tokens, longest)]
+
+
+def decode_lens(num_requests: int, context: int) -> list[tuple[int, int]]:
+    """Requests of one new token each that sees `context` tokens, itself included."""
+    return [(context - 1, 1)] * num_requests
+
+
+def num_blocks_of(batch: Batch) -> int:
+    """Cache blocks that its requests take."""
+    return sum(len(row.block_ids) for row in batch.requests)
