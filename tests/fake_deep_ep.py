@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hocket.quant import fp8
+
 topk_idx_t = torch.int64
 FULL = "NVSHMEM_QP_DEPTH"
 
@@ -200,15 +202,19 @@ class Buffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Tensor, Tensor, tuple[Any, ...], Any, Callable[[], None]]:
+    ) -> tuple[Any, Tensor, tuple[Any, ...], Any, Callable[[], None]]:
         most, per_rank = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
         self._check_low_latency(x, topk_idx, most)
-        assert not use_fp8
+        assert not use_ue8m0
+        assert not round_scale
         assert return_recv_hook
         assert len(x) == len(topk_idx)
         hint = self.get_low_latency_rdma_size_hint(most, x.shape[1], self.group_size, num_experts)
         assert hint <= self.num_rdma_bytes
         rows = x.new_full((per_rank, self.group_size * most, x.shape[1]), torch.nan)
+        values = rows.to(torch.float8_e4m3fn)
+        scales = torch.full((per_rank, x.shape[1] // 128, self.group_size * most), torch.nan).transpose(1, 2)
+        assert not use_fp8 or x.shape[1] % 512 == 0
         counts = torch.full((per_rank,), -(2**30), dtype=torch.int32)
         sources: list[list[Tensor]] = []
         to_ranks = []
@@ -225,10 +231,13 @@ class Buffer:
                 parts = [part[e] for _, part in came]
                 here = torch.cat([part for part, _ in parts])
                 rows[e, : len(here)] = here
+                if use_fp8:
+                    values[e, : len(here)], scales[e, : len(here)] = fp8.quantize_rows(here)
                 counts[e] = len(here)
                 sources.append([index for _, index in parts])
 
-        return rows, counts, (sources, most, x.shape[1], num_experts), None, hook
+        came_as: Any = (values, scales) if use_fp8 else rows
+        return came_as, counts, (sources, most, x.shape[1], num_experts), None, hook
 
     def low_latency_combine(
         self,

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hocket.config.backends import EP_TRANSPORTS
+from hocket.config.backends import EP_TRANSPORTS, NCCL_TRANSPORTS
 from hocket.config.engine import EngineConfig
 from hocket.dist.collectives import Group, Mirror
 from hocket.moe.base import TokenLayout
@@ -27,9 +27,10 @@ _WIDTH = 64
 
 
 def messages(config: EngineConfig) -> list[dict[str, Any]]:
-    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes} of each transport between so many ranks: what a
-    rank sends to others for one of its tokens in one sparse layer, and the room that it has for what comes (for each of
-    its tokens, where all have as many). Empty for one rank, whose tokens do not move.
+    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes, reserved_bytes} of each transport for such a
+    device between so many ranks: what a rank sends to others for one of its tokens in one sparse layer, the room that
+    it has for what comes (for each of its tokens, where all have as many) and what it keeps all the time for steps of
+    so many. Empty for one rank, whose tokens do not move.
     """
     parallel = config.parallel
     num_ranks = parallel.expert_parallel_size
@@ -38,7 +39,7 @@ def messages(config: EngineConfig) -> list[dict[str, Any]]:
     placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, parallel.expert_placement_strategy)
     return [
         {"name": name, "is_chosen": name == parallel.all2all_backend, **_sent(name, config, placement)}
-        for name in EP_TRANSPORTS
+        for name in (NCCL_TRANSPORTS if config.device == "cpu" else EP_TRANSPORTS)
     ]
 
 
@@ -58,6 +59,7 @@ def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[s
         "dispatch_bytes": counted.dispatch / num_tokens,
         "combine_bytes": counted.combine / num_tokens,
         "received_bytes": counted.received / num_tokens,
+        "reserved_bytes": counted.reserved / num_tokens,
     }
 
 

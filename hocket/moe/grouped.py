@@ -17,13 +17,15 @@ class GroupedRows:
     """x [E, R, D]; counts int32 [E]: the first so many places of an expert are rows, what the others hold is undefined
     (NaN too).
 
-    max_rows: N, from shapes alone; expected_rows: of one expert, were all as popular.
+    scales: None, or fp32 [E, R, D / 128] where x is e4m3 (`quant/fp8.py`), column by column; for experts that take such
+    rows. max_rows: N, from shapes alone; expected_rows: of one expert, were all as popular.
     """
 
     x: Tensor
     counts: Tensor
     max_rows: int
     expected_rows: float
+    scales: Tensor | None = None
 
     def taken(self) -> tuple[Tensor, Tensor]:
         """(expert, place), both int64 [N]: of each row, in order; past the last one -1 and E · R. place counts through

@@ -22,8 +22,11 @@ from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
 from hocket.errors import OverlapError
 from hocket.llm import LLM
+from hocket.moe.experts.fp8 import Fp8Experts
 from hocket.moe.transport.base import StepSizes, Transport
 from hocket.moe.transport.registry import build_transport
+from hocket.trace.spans import Stage
+from hocket.ubatch.transfer import Running
 
 CASES = (
     Case((5, 9), (0, 0), 8, 3),
@@ -180,3 +183,38 @@ def test_answers_with_overlap_are_those_of_transformers(
         results = llm.generate(prompts(path, (1, 7, 33, 20, 9, 4, 12, 5), 6), greedy(6, logprobs=2), use_tqdm=False)
         assert_right(path, results)
         assert assert_add_up(settled_stats(llm), num_ubatches)["split"] >= 5
+
+
+def rows_in_fp8(env: RankEnv) -> None:
+    """Experts in fp8 get rows that were quantised before they travelled, and give what they give for rows in bf16."""
+    fake_deep_ep.install()
+    case = Case((5, 9), (1, 0), 7, 3, dtype=torch.bfloat16)
+    placement, hidden = case.placement, 512
+    transport = build_transport("deepep_low_latency", placement, rank=env.rank, group=env.groups[2], device=CPU)
+    transport.open(StepSizes(max_tokens=16, hidden_size=hidden, top_k=3, dtype=torch.bfloat16, num_local_ranks=2))
+    ids = placement.experts_of(env.rank)
+    local_id_of = torch.tensor(placement.local_id_of(env.rank))
+    experts = Fp8Experts(len(ids), hidden, 128, num_experts=7, local_id_of=local_id_of, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(env.rank)
+    for parameter in experts.parameters():
+        parameter.copy_(torch.rand(parameter.shape, generator=generator) * 0.1)
+    _, topk_ids, weights = make_tokens(case, env.rank)
+    x = torch.randn(len(topk_ids), hidden, generator=generator).bfloat16()
+    found = []
+    for is_fp8 in (False, True):
+        if is_fp8:
+            transport.send_fp8()
+        dispatch = transport.prepare(x, topk_ids, weights, case.layout(env.rank))
+        sent = Running(dispatch, Stage.DISPATCH).finish(Stage.EXPERTS)
+        assert sent.x.dtype == (torch.float8_e4m3fn if is_fp8 else torch.bfloat16)
+        found.append((finalized(transport, sent.through(experts), sent.handle), dispatch.num_bytes()))
+    assert torch.equal(finalized(transport, sent.nothing(), sent.handle), torch.zeros_like(x))  # of a rank that failed
+    (plain, plain_bytes), (quantised, fewer_bytes) = found
+    assert plain.abs().max() > 0
+    torch.testing.assert_close(quantised, plain, atol=0.02 * float(plain.abs().max()), rtol=0.02)
+    assert fewer_bytes * (512 * 2 + 16) == plain_bytes * (512 + 4 * 4 + 16)
+    transport.close()
+
+
+def test_rows_may_travel_in_fp8(pool: RankPool) -> None:
+    pool.run(rows_in_fp8, num_ranks=2)

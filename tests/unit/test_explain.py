@@ -124,6 +124,10 @@ def test_on_gpus_decodes_replay_graphs_and_torch_hands_over_first(monkeypatch: p
         41: (0, [20, 21]),
         64: (0, [32, 32]),
     }
+    by_cost = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40, ubatch_cut="cost")["steps"]
+    assert {tuple(one["ubatches"]) for one in by_cost if one["graph_tokens"] == 40 and one["reason"] == "split"} == {
+        (20, 20)
+    }
     whole = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40, split_graphs=False)
     assert whole["splits"]["decode"] == [
         {"tokens": [1, 31], "reason": "below_threshold"},

@@ -29,6 +29,8 @@ class Experts(nn.Module, ABC):
     name: ClassVar[str]
     captures: ClassVar[bool] = False
     """Whether a CUDA graph can hold it: the host never waits for the device."""
+    takes_fp8_rows: ClassVar[bool] = False
+    """Whether `forward_grouped` takes rows that were quantised where they come from."""
     num_sms: int | None = None
     """How many multiprocessors the products may take, None for all, where the backend is told at each call. DeepGEMM
     is told for the whole process (`fp8.limit_sms`)."""
@@ -88,14 +90,15 @@ class Experts(nn.Module, ABC):
         """
 
     def forward_grouped(self, rows: GroupedRows) -> Tensor:
-        """Each row's result from the expert that it stands at, not weighted: [E, R, D] in x.dtype, undefined where
+        """Each row's result from the expert that it stands at, not weighted: [E, R, D] in `dtype`, undefined where
         there is no row.
 
         Backends whose products take rows expert by expert do without the copies that are made here.
         """
         shape = rows.x.shape
         if self.num_local_experts == 0 or rows.max_rows == 0:
-            return torch.empty_like(rows.x)
+            return rows.x.new_empty(shape, dtype=self.dtype)
+        assert rows.scales is None, "these experts take rows as they are"
         flat = rows.x.view(-1, shape[-1])
         expert, place = rows.taken()
         ones = torch.ones(len(expert), 1, device=flat.device)

@@ -56,7 +56,7 @@ class DeepGemmExperts(Experts):
     def forward_grouped(self, rows: GroupedRows) -> Tensor:
         num_experts, of_expert, hidden_size = rows.x.shape
         if num_experts == 0 or rows.max_rows == 0:
-            return torch.empty_like(rows.x)
+            return rows.x.new_empty(rows.x.shape)
         places, expected = places_of_groups(rows), max(1, round(rows.expected_rows))
         gate_up = self._product(rows.x.view(-1, hidden_size), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)

@@ -5,6 +5,7 @@ Shapes: T rows, D hidden, I intermediate, E local experts, K top-k. Formats: qua
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Fp8Experts(Experts):
 
     name = "deep_gemm_fp8"
     captures = True
+    takes_fp8_rows = True
 
     def __init__(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         super().__init__(*args, dtype=fp8.DTYPE, **kwargs)
@@ -60,14 +62,16 @@ class Fp8Experts(Experts):
 
     def forward_grouped(self, rows: GroupedRows) -> Tensor:
         if is_on_host(rows.x) or self.num_local_experts == 0 or rows.max_rows == 0:
-            return super().forward_grouped(rows)
+            return super().forward_grouped(_expanded(rows, self.dtype))
         from hocket.quant import kernels
 
         num_experts, of_expert, hidden_size = rows.x.shape
         places, expected = places_of_groups(rows), max(1, round(rows.expected_rows))
-        of_slot = places.place_of_slot
-        flat = rows.x.view(-1, hidden_size)
-        quantised = kernels.quantize_to_places(flat[of_slot.clamp(min=0)], of_slot, places.num_places, of_expert)
+        of_slot, flat = places.place_of_slot, rows.x.view(-1, hidden_size)
+        if rows.scales is None:
+            quantised = kernels.quantize_to_places(flat[of_slot.clamp(min=0)], of_slot, places.num_places, of_expert)
+        else:
+            quantised = flat, rows.scales
         gate_up = self._product(quantised, places, self.w13, self.w13_scale, expected)
         quantised = kernels.quantize_gated_places(gate_up, of_slot, of_expert)
         out = self._product(quantised, places, self.w2, self.w2_scale, expected)
@@ -110,3 +114,11 @@ class Fp8Experts(Experts):
             result = fp8.gated_linear(gate_up, self.w2[expert], self.w2_scale[expert])
             out.index_add_(0, rows, result.float() * weights[rows, slots, None])
         return out.to(x.dtype)
+
+
+def _expanded(rows: GroupedRows, dtype: torch.dtype) -> GroupedRows:
+    """The same rows in `dtype`, whether they came in fp8 or not."""
+    if rows.scales is None:
+        return rows
+    x = fp8.expand_rows(rows.x.flatten(0, 1), rows.scales.flatten(0, 1)).view(rows.x.shape)
+    return replace(rows, x=x.to(dtype), scales=None)

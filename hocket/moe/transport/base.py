@@ -67,10 +67,11 @@ class Dispatched(Received):
 
 @dataclass(frozen=True, slots=True)
 class DispatchedByExpert(Received):
-    """A row of its own for each slot of a token, expert by expert: x is [E, R, D]. Results are not weighted yet: that
-    is for `finalize`."""
+    """A row of its own for each slot of a token, expert by expert: x is [E, R, D]. Results, in `dtype`, are not
+    weighted yet: that is for `finalize`."""
 
     rows: GroupedRows
+    dtype: torch.dtype
     handle: Handle
 
     @property
@@ -79,6 +80,9 @@ class DispatchedByExpert(Received):
 
     def through(self, experts: Experts) -> Tensor:
         return experts.forward_grouped(self.rows)
+
+    def nothing(self) -> Tensor:
+        return self.x.new_zeros(self.x.shape, dtype=self.dtype)
 
     def with_handle(self, handle: Handle) -> DispatchedByExpert:
         return replace(self, handle=handle)
@@ -119,11 +123,13 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class SentBytes:
-    """To other ranks, there and back; received: what the rows take that came, if the others send alike."""
+    """To other ranks, there and back; received: what the rows take that came, if the others send alike; reserved: what
+    the transport holds all the time, if steps are no larger."""
 
     dispatch: int
     combine: int
     received: int
+    reserved: int = 0
 
 
 class Transport(ABC):
@@ -186,6 +192,10 @@ class Transport(ABC):
         Raises:
             BackendUnavailable, ConfigError, CapacityError: it cannot run steps of these sizes here.
         """
+        return
+
+    def send_fp8(self) -> None:
+        """From now on rows may travel in fp8: all experts take such rows (`Experts.takes_fp8_rows`), on all ranks."""
         return
 
     def close(self) -> None:

@@ -30,11 +30,13 @@ from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport import deepep_library as library
 from hocket.moe.transport.base import DispatchedByExpert, Handle, SentBytes, StepSizes, Tokens, Transport
 from hocket.moe.transport.deepep_rows import Outgoing, ranks_of, slots_for_others
+from hocket.quant import fp8
 from hocket.ubatch.transfer import Transfer
 
 ROWS_MULTIPLE = 128
 """Of M: places of an expert are whole tiles of any product over them."""
 HEADER_BYTES = 16
+FP8_WIDTH_MULTIPLE = 512
 
 
 class _Opened:
@@ -56,6 +58,7 @@ class _Opened:
             allow_nvlink_for_low_latency_mode=True,
             explicitly_destroy=True,
         )
+        self.is_fp8, self.takes_fp8 = False, sizes.hidden_size % FP8_WIDTH_MULTIPLE == 0
         self._due = ""
 
     def sends(self, what: str) -> None:
@@ -86,7 +89,7 @@ class LowLatencyHandle(Handle):
     it; layout: what its combine takes."""
 
     sent: Outgoing
-    received: tuple[Tensor, Tensor]
+    received: tuple[Any, Tensor]
     layout: tuple[Any, ...]
 
 
@@ -115,6 +118,11 @@ class DeepEPLowLatency(Transport):
         library.check_low_latency(sizes, self._numbering)
         self._opened = _Opened(library.load(self.name), self._group, self._numbering, sizes)
 
+    def send_fp8(self) -> None:
+        """The library quantises as `quant/fp8.py` does; where it cannot, rows travel as they are."""
+        opened = self._library
+        opened.is_fp8 = opened.takes_fp8
+
     def close(self) -> None:
         if self._opened is not None:
             self._opened.buffer.destroy()
@@ -137,7 +145,7 @@ class DeepEPLowLatency(Transport):
                 sent.ids,
                 opened.max_tokens,
                 self._numbering.num_experts,
-                use_fp8=False,
+                use_fp8=opened.is_fp8,
                 return_recv_hook=True,
             )
             came[:] = rows, counts, handle, hook
@@ -145,19 +153,21 @@ class DeepEPLowLatency(Transport):
         def result() -> DispatchedByExpert:
             rows, counts, handle, _ = came
             slots = self._placement.num_ranks * layout.num_padded_max * topk_ids.shape[1]
+            values, scales = rows if isinstance(rows, tuple) else (rows, None)
             grouped = GroupedRows(
-                x=rows[: self._num_local],
+                x=values[: self._num_local],
+                scales=None if scales is None else scales[: self._num_local],
                 counts=counts[: self._num_local],
                 max_rows=self._most_rows(layout.num_padded_max, topk_ids.shape[1]),
                 expected_rows=slots / self._placement.num_experts,
             )
-            return DispatchedByExpert(grouped, LowLatencyHandle(sent, (rows, counts), handle))
+            return DispatchedByExpert(grouped, x.dtype, LowLatencyHandle(sent, (rows, counts), handle))
 
         num_sent = slots_for_others(sent.num_rows, self._placement, topk_ids.shape[1], self._rank)
         return Transfer(
             send=send,
             result=result,
-            num_bytes=lambda: num_sent * _dispatched_bytes(x.shape[1], x.dtype),
+            num_bytes=lambda: num_sent * _dispatched_bytes(x.shape[1], x.dtype, opened.is_fp8),
             receive=lambda: opened.receives(came[-1]),
         )
 
@@ -192,6 +202,7 @@ class DeepEPLowLatency(Transport):
             dispatch=num_sent * _dispatched_bytes(tokens.hidden_size, tokens.dtype),
             combine=num_sent * row_bytes,
             received=num_places * row_bytes,
+            reserved=_reserved_bytes(tokens.hidden_size, num_places),
         )
 
     @property
@@ -211,6 +222,13 @@ class DeepEPLowLatency(Transport):
         return torch.cat((expert_out, expert_out.new_empty(missing, *expert_out.shape[1:])))
 
 
-def _dispatched_bytes(hidden_size: int, dtype: torch.dtype) -> int:
-    """A row, and where it is from."""
-    return hidden_size * dtype.itemsize + HEADER_BYTES
+def _reserved_bytes(hidden_size: int, num_places: int) -> int:
+    """What the library asks for: two areas to send from and two to receive in, of as many rows in bf16 as there are
+    places on all ranks, each with two numbers per 128 columns."""
+    return 4 * num_places * (hidden_size * 2 + hidden_size // 128 * 4)
+
+
+def _dispatched_bytes(hidden_size: int, dtype: torch.dtype, is_fp8: bool = False) -> int:
+    """A row, with its scales if it is in fp8, and where it is from."""
+    row_bytes = hidden_size + fp8.blocks(hidden_size) * 4 if is_fp8 else hidden_size * dtype.itemsize
+    return row_bytes + HEADER_BYTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hocket.config.backends import CPU_EXPERTS, PLACEMENTS
+from hocket.config.backends import CPU_EXPERTS, EP_TRANSPORTS, PLACEMENTS
+from hocket.config.options import Options
+from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError
+from hocket.explain.messages import messages
 from hocket.moe.experts.registry import experts_class
 from hocket.moe.grouped import GroupedRows
 from hocket.moe.placement import ExpertPlacement
@@ -22,6 +26,7 @@ from hocket.moe.transport.deepep_high_throughput import DeepEPHighThroughput
 from hocket.moe.transport.deepep_low_latency import DeepEPLowLatency
 from hocket.moe.transport.deepep_rows import rows_for_others, slots_for_others
 
+SHAPES = Path(__file__).resolve().parents[2] / "benchmarks" / "shapes"
 SIZES = StepSizes(max_tokens=2048, hidden_size=2048, top_k=6, dtype=torch.bfloat16, num_local_ranks=2)
 placements = st.builds(ExpertPlacement, st.integers(1, 40), st.integers(1, 8), st.sampled_from(PLACEMENTS))
 
@@ -111,6 +116,22 @@ def test_bytes_by_arithmetic_are_near_those_expected() -> None:
     assert high is not None
     assert low is not None
     assert (high.combine, low.combine) == (2 * 4096, 3 * 4096)
+
+
+def test_explain_tells_bytes_and_memory_without_a_gpu() -> None:
+    options = {
+        "model": str(SHAPES / "deepseek-v2-lite"),
+        "load_format": "dummy",
+        "data_parallel_size": 2,
+        "enable_expert_parallel": True,
+        "all2all_backend": "deepep_low_latency",
+    }
+    config = resolve(Options.from_dict(options), 2)
+    (said,) = (one for one in messages(config) if one["is_chosen"])
+    assert said["combine_bytes"] == pytest.approx(3 * 4096, rel=0.1)
+    # Four areas of 64 experts · 2048 tokens · (2048 bf16 and, per 128 of them, two bf16).
+    assert said["reserved_bytes"] * 2048 == 4 * 64 * 2048 * (4096 + 64) == 2181038080
+    assert {one["name"] for one in messages(config)} == set(EP_TRANSPORTS)
 
 
 @pytest.mark.parametrize("backend", CPU_EXPERTS)
