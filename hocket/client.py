@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hocket.channel.messages import (
     Abort,
@@ -32,10 +32,27 @@ from hocket.channel.messages import (
 from hocket.config.engine import EngineConfig
 from hocket.dist.launcher import RankGroup
 from hocket.errors import ConfigError, RankLost, UBatchFailed
-from hocket.outputs import RequestOutput
+from hocket.outputs import RequestOutput, TokenOutput
 from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
+
+
+class Listener(Protocol):
+    """Is told what becomes of engine requests (a prompt is `params.n` of them), and what ranks count."""
+
+    def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
+        """A request goes to `rank`; it came to the front at `arrived_at` (time.monotonic)."""
+
+    def gained(self, output: TokenOutput, now: float) -> None:
+        """A request got tokens."""
+
+    def ended(self, request_id: str, reason: str, now: float) -> None:
+        """A request is over: "stop", "length", "abort" or "error". Told once for each request added."""
+
+    def counted(self, stats: dict[str, Any]) -> None:
+        """A rank's answer to `ask_counters`."""
+
 
 Answer = TypeVar("Answer", Stats, Spans, Lanes, States)
 _SILENCE_GRACE_S = 5.0
@@ -61,6 +78,7 @@ class EngineClient:
         self._loads = [RankLoad() for _ in group.ranks]
         self._silence_checked_at = 0.0
         self._rank_of: dict[str, tuple[int, int]] = {}  # engine request id → rank, tokens it was counted with
+        self.listener: Listener | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -76,6 +94,7 @@ class EngineClient:
 
     def add_many(self, items: Sequence[tuple[str, Any, SamplingParams | None, int | None]]) -> None:
         """Queue several prompts so that each rank learns of its share at once; all or none."""
+        arrived_at = time.monotonic()
         made: list[tuple[EngineRequest, int | None]] = []
         added: list[str] = []
         try:
@@ -85,7 +104,10 @@ class EngineClient:
                 added.append(request_id)
             by_rank: dict[int, list[EngineRequest]] = {}
             for request, rank in made:
-                by_rank.setdefault(self._assign(request, rank), []).append(request)
+                rank = self._assign(request, rank)
+                by_rank.setdefault(rank, []).append(request)
+                if self.listener is not None:
+                    self.listener.added(rank, request, arrived_at)
             for to_rank, requests in by_rank.items():
                 self.group.send(to_rank, AddRequests(requests=requests))
         except BaseException:
@@ -110,9 +132,11 @@ class EngineClient:
         self._rank_of[request.request_id] = (rank, tokens)
         return rank
 
-    def _ended(self, engine_request_id: str) -> None:
+    def _ended(self, engine_request_id: str, reason: str) -> None:
         entry = self._rank_of.pop(engine_request_id, None)
         if entry is not None:
+            if self.listener is not None:
+                self.listener.ended(engine_request_id, reason, time.monotonic())
             self._loads[entry[0]].num_requests -= 1
             self._loads[entry[0]].num_tokens -= entry[1]
 
@@ -132,15 +156,20 @@ class EngineClient:
     def _process(self, messages: Iterable[RankMessage]) -> list[RequestOutput]:
         changed: dict[str, RequestOutput] = {}
         failed: list[StepFailed] = []
+        now = time.monotonic()
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(message)
+            if isinstance(message, Stats) and self.listener is not None:
+                self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
                 result = self.processor.process(output)
+                if self.listener is not None:
+                    self.listener.gained(output, now)
                 if output.finish_reason is not None:
-                    self._ended(output.request_id)
+                    self._ended(output.request_id, output.finish_reason)
                 if result is not None:
                     changed[result.request_id] = result
         self._tell_ended(self.processor.take_aborts(), "stop")
@@ -152,7 +181,7 @@ class EngineClient:
         """Drop the requests of a failed step and raise its cause, which its rank reports before the others do."""
         for message in failed:
             for engine_id in message.request_ids:
-                self._ended(engine_id)
+                self._ended(engine_id, "error")
                 self.processor.drop(engine_id)
         cause = next((message for message in failed if message.is_cause), None)
         if cause is not None:
@@ -175,7 +204,7 @@ class EngineClient:
         for engine_id in engine_ids:
             if engine_id in self._rank_of:
                 by_rank.setdefault(self._rank_of[engine_id][0], []).append(engine_id)
-                self._ended(engine_id)
+                self._ended(engine_id, reason)
         for rank, ids in by_rank.items():
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
 
@@ -186,6 +215,11 @@ class EngineClient:
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
         return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
+
+    def ask_counters(self) -> None:
+        """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
+        works; the answers come in with `poll`."""
+        self.group.broadcast(GetStats(is_brief=True))
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""

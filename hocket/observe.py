@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 from hocket.channel.messages import (
@@ -77,7 +76,7 @@ class Observer:
 
     def _stats(self, question: GetStats) -> Stats:
         engine = self._engine
-        stats = {"rank": self._rank} | engine.stats.snapshot() | asdict(engine.scheduler.counters())
+        stats = {"rank": self._rank} | engine.counters(is_brief=question.is_brief)
         if self._kernels is not None:
             stats["kernels"] = self._kernels.found
         if self._replay_us is not None:

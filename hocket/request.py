@@ -151,9 +151,11 @@ class Request:
     token_ids: prompt then output. num_computed_tokens: tokens whose cache entries exist or are scheduled.
     num_cached_tokens: of these, taken from the prefix cache when the request was first scheduled.
     seed: params.seed, or a value derived from request_id when there is none, so that every rank agrees.
+    queued_at, admitted_at: when it came and when it was first scheduled, time.perf_counter; 0: not yet.
     """
 
     __slots__ = (
+        "admitted_at",
         "bad_words_ids",
         "block_hashes",
         "block_ids",
@@ -166,6 +168,7 @@ class Request:
         "num_prompt_tokens",
         "params",
         "prompt_token_ids",
+        "queued_at",
         "request_id",
         "seed",
         "status",
@@ -191,6 +194,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.seed: int = _resolve_seed(engine_request)
         self.num_preemptions: int = 0
+        self.queued_at = self.admitted_at = 0.0
 
     @property
     def output_token_ids(self) -> list[int]:

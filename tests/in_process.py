@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,7 @@ class InProcessGroup:
         elif isinstance(received, Abort):
             self.engine.abort(received.request_ids, received.reason)
         elif isinstance(received, GetStats):
-            stats = self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
-            self._say(Stats(rank=0, stats={"rank": 0} | stats))
+            self._say(Stats(rank=0, stats={"rank": 0} | self.engine.counters(is_brief=received.is_brief)))
             if received.reset:
                 self.engine.stats.reset()
         else:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.bench import strategies
-from hocket.bench.cells import PHASES, Cell, sweep_of
+from hocket.bench.attached import Attached, recording
+from hocket.bench.cells import PHASES, SPARE_STEPS, Cell, sweep_of
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, provenance
 from hocket.bench.requests import generate_random
@@ -62,8 +63,11 @@ class Sweep:
     reuse_prompts: bool = False
 
 
-def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
-    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+def run(
+    options: Options, sweep: Sweep, *, output: str | None, trace: str | None = None, trace_steps: int = 1
+) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON. trace: one
+    more run of each cell, which is not measured, is recorded into files of this name."""
     check_output(output)
     batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
     cells = sweep_of(
@@ -74,6 +78,8 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
+    parts = _trace_parts(cells, sweep.strategies)
+    attached = Attached.asked(trace, trace_steps, options, parts)
     with changed(options, sweep.slice_of_ep, sweep.num_layers, sweep.num_dense_layers) as (shaped, slice_of):
         engine_options = _engine_options(shaped, sweep, cells, batched, slice_of)
         config = resolve(engine_options)
@@ -82,6 +88,8 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
             found = _all_measured(llm, cells, sweep)
+            if attached is not None:
+                _trace(llm, sweep, attached, parts)
             ranks = llm.ranks
     model = options.model if slice_of is None else published_name(config.model, options.model)
     about = {"model": model, "slice": slice_of and slice_of.as_row(), "reused_prompts": sweep.reuse_prompts}
@@ -128,8 +136,10 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
         if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
             one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
     for one in found:
-        if one.strategy == SERIAL:
-            one.replay_us = _replay_us(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 2))
+        strategies.use(llm, one.strategy)
+        if one.cell.phase == "decode" and all(run["graphs"] for run in one.runs):
+            num_ubatches = 1 if one.strategy == SERIAL else llm.config.overlap.num_ubatches
+            one.replay_us = _replay_us(llm, one.cell, num_ubatches, _seed_of(one, sweep, sweep.repeats + 2))
     if DUAL_BATCH in sweep.strategies:
         for cell in cells:
             lanes = _lanes(llm, cell, sweep.repeats)
@@ -202,6 +212,24 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     return found
 
 
+def _trace_parts(cells: Sequence[Cell], chosen: Sequence[str]) -> dict[str, tuple[Cell, str]]:
+    """What is recorded, cell and strategy, by what the files' names have at their end where there are several."""
+    return {
+        f"-{cell.phase}-{cell.num_tokens}" * (len(cells) > 1) + f"-{strategy}" * (len(chosen) > 1): (cell, strategy)
+        for cell in cells
+        for strategy in chosen
+    }
+
+
+def _trace(llm: LLM, sweep: Sweep, attached: Attached, parts: dict[str, tuple[Cell, str]]) -> None:
+    """By one more run of each, without the first steps of its kind, which are of fewer tokens or cold."""
+    for part, (cell, strategy) in parts.items():
+        strategies.use(llm, strategy)
+        what = f"{cell.phase} of {cell.num_tokens} tokens, {strategy}, in bench step"
+        with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=part):
+            _generate(llm, cell, _seed_of(Measured(cell, strategy), sweep, sweep.repeats + 3))
+
+
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     """Compute and communication alone: µs of each repeat, of the rank that took longest, and rank 0's bytes."""
     asked = TimeLanes(
@@ -218,20 +246,13 @@ def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     return {"us": us, "bytes": ranks[0].bytes, "graphs": ranks[0].captured}
 
 
-def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
-    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
+def _replay_us(llm: LLM, cell: Cell, num_ubatches: int, seed: int) -> float:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest.
 
     What it takes less than a step is what the host adds.
     """
-    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
-    if cell.phase != "decode" or not size:
-        return None
-    strategies.use(llm, SERIAL)
-    llm.stats(reset=True)
+    size = fitting_size(llm.ranks[0]["graphs"]["sizes"], cell.num_tokens)
     _generate(llm, cell, seed)
-    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
-    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
-        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
     llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:

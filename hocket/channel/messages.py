@@ -43,9 +43,11 @@ class Wake(ToRank):
 
 
 class GetStats(ToRank):
-    """Ask for a Stats message; `reset` starts the counters anew."""
+    """Ask for a Stats message; `reset` starts the counters anew. is_brief: sums only, quick enough for metrics while
+    steps run, and the load of experts where it is sampled."""
 
     reset: bool = False
+    is_brief: bool = False
 
 
 class CountKernels(ToRank):

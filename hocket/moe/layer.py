@@ -36,6 +36,7 @@ class MoELayer(nn.Module):
         self.shared_experts = shared_experts
         self.side: Side = INLINE  # where the shared experts are computed while tokens travel
         self._load: Tensor | None = None
+        self._sample: Tensor | None = None
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """x [T, D], T = layout.num_padded → [T, D] in x.dtype; what padding rows hold reaches no other row."""
@@ -48,6 +49,8 @@ class MoELayer(nn.Module):
         topk_weights, topk_ids = self.router(x, layout.is_padding)
         if self._load is not None:
             self._count(self._load, topk_ids)
+        if self._sample is not None:
+            self._count(self._sample, topk_ids)
         call = _Call(self, x, topk_ids, topk_weights, layout)
         found = call.run()
         if call.failure is not None:
@@ -74,12 +77,16 @@ class MoELayer(nn.Module):
         num_experts, device = self.router.config.num_experts, self.router.weight.device
         self._load = torch.zeros(num_experts + 1, dtype=torch.int64, device=device) if is_on else None
 
+    def sample_expert_load(self, into: Tensor | None) -> None:
+        """From now on also add to `into` [E + 1], whose last entry takes slots of no expert; None: to nothing."""
+        self._sample = into
+
     @staticmethod
     def _count(load: Tensor, topk_ids: Tensor) -> None:
         """Add topk_ids [T, K] to load [E + 1], whose last entry takes the dropped slots."""
         flat = topk_ids.flatten()
         flat = torch.where(flat < 0, load.shape[0] - 1, flat)
-        load.scatter_add_(0, flat, torch.ones_like(flat))
+        load.scatter_add_(0, flat, torch.ones_like(flat, dtype=load.dtype))
 
 
 class _Call:

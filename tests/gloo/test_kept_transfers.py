@@ -95,6 +95,29 @@ def check(env: RankEnv, name: str, is_emulated: bool) -> tuple[int, int, int]:
     return in_steps, in_compute, sum(moved) - in_compute
 
 
+@torch.inference_mode()
+def received_memory(env: RankEnv) -> list[bool]:
+    """Whether what was received in the step is there still, after it has been received once more into other memory."""
+    mesh = Mesh(rank=env.rank, world_size=2, device=CPU, ep_group=env.groups[2])
+    layer = make_layer(mesh, "torch", "grouped_mm")
+    seen: list[Any] = []
+    experts = type(layer.experts).forward
+
+    def spied(self: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        seen.append(x.untyped_storage()._weak_ref())
+        return experts(self, x, ids, weights)
+
+    with patch.object(type(layer.experts), "forward", spied), transfers_kept([layer]) as kept:
+        for _ in range(2):
+            run(layer, kept, "", made_parts(env.rank)[:1], moves=True)
+        kept.move(2)
+        return [not torch.UntypedStorage._expired(storage) for storage in seen]
+
+
+def test_what_a_captured_step_reads_stays(pool: RankPool) -> None:
+    assert pool.run(received_memory) == [[False, True]] * 2, "of the last layer, as its transfers"
+
+
 @pytest.mark.parametrize("is_emulated", [False, True])
 @pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 def test_each_lane_alone(pool: RankPool, name: str, is_emulated: bool) -> None:

@@ -152,6 +152,19 @@ def test_captured_lanes(runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPat
     assert not LaneTimes(runner, larger, unlimited).captured, "no graph holds so many"
 
 
+@torch.inference_mode()
+def test_no_lane_alone_leaves_multiprocessors_to_the_other(
+    runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entered() -> Any:
+        raise AssertionError("something is limited")
+
+    budget = SimpleNamespace(entered=entered)
+    monkeypatch.setattr(runner.executor, "budget", budget)
+    LaneTimes(runner, TimeLanes(phase="prefill", num_tokens=8, length=8, repeats=1, count=1), sent[1]).measure()
+    assert runner.executor.budget is budget
+
+
 def test_a_step_that_the_cache_cannot_hold_is_named(runner: Runner) -> None:
     asked = TimeLanes(phase="decode", num_tokens=4096, length=64, repeats=1, count=1)
     with pytest.raises(CapacityError, match=rf"takes 16384 cache blocks, and there are {runner.num_blocks}"):
