@@ -1,4 +1,4 @@
-"""What ranks on GPUs tell metrics: sampled experts, hand-overs, bytes; no times of transfers: nobody knows them there."""
+"""What GPU ranks tell metrics: sampled experts, hand-overs, bytes; no times of transfers: nobody knows them there."""
 
 from __future__ import annotations
 
