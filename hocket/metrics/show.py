@@ -75,8 +75,11 @@ class Metrics(RequestTimes):
         if not self._missing or now > self._asked_at + timeout_s:
             self._asked_at, self._missing = now, set(range(len(self.ranks)))
             self._all_here = asyncio.Event()
-            with contextlib.suppress(HocketError):
+            try:
                 ask()
+            except HocketError:  # there is nobody to wait for
+                self._missing.clear()
+                return self.render()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_here.wait(), timeout_s)
         return self.render()

@@ -69,17 +69,32 @@ def test_as_right_as_bf16_can_be_step_by_step(
     assert found.faults() == []
 
 
-@pytest.mark.parametrize("experts", ["triton_grouped", "deep_gemm"])
-def test_as_right_from_graphs(groups: Groups, judge: Judge, experts: str) -> None:
-    options = {"all2all_backend": "deepep_low_latency", "moe_backend": experts, "attention_backend": "flashinfer"}
+@pytest.mark.parametrize(
+    ("experts", "executor", "num_ubatches"),
+    [
+        ("triton_grouped", "greenlet", 1),
+        ("deep_gemm", "greenlet", 1),
+        ("triton_grouped", "greenlet", 2),
+        ("deep_gemm", "thread", 3),
+    ],
+)
+def test_as_right_from_graphs(groups: Groups, judge: Judge, experts: str, executor: str, num_ubatches: int) -> None:
+    """Whole, and with both streams of so many ubatches in one."""
+    options: dict[str, Any] = {"all2all_backend": "deepep_low_latency", "moe_backend": experts}
+    options |= {"attention_backend": "flashinfer"}
+    if num_ubatches > 1:
+        options |= {"ubatch_size": num_ubatches, "ubatch_executor": executor}
+        options |= {"dbo_decode_token_threshold": num_ubatches, "dbo_prefill_token_threshold": num_ubatches}
     asked, ranks = judge.prompts(LENGTHS), [i % 2 for i in range(len(LENGTHS))]
     with groups.llm(judge.path, 2, **COMMON, **options) as llm:
         params = [greedy(count, logprobs=20) for count in NUM_TOKENS]
         results = llm.generate(asked, params, use_tqdm=False, data_parallel_rank=ranks)
-        for rank in llm.stats(reset=True):
+        for rank in settled_stats(llm):
             assert rank["graphs"].get("graph", 0) >= max(NUM_TOKENS) / 2
+            if num_ubatches > 1:
+                assert rank["overlap"]["reasons"]["decode"]["split"] >= 8
     found = judge.figures(results)
-    print(f"\ngraphs {experts}: {found}")
+    print(f"\ngraphs {experts} {num_ubatches}: {found}")
     assert found.decisive
     assert found.faults() == []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.moe.experts import permute
+from hocket.moe.experts import groups, permute
 from hocket.moe.experts.base import Experts
 from hocket.moe.grouped import GroupedRows
 
@@ -88,10 +88,9 @@ def places_of(ids: Tensor, num_experts: int, local_id_of: Tensor | None, *, is_m
 
 def places_of_groups(rows: GroupedRows) -> permute.Places:
     """Where the rows stand already. Raises where an expert's places are no whole tiles."""
-    num_experts, of_expert, _ = rows.x.shape
+    of_expert = rows.x.shape[1]
     assert of_expert % MASKED_ALIGN == 0, f"{of_expert} places of an expert are not whole tiles of {MASKED_ALIGN}"
-    expert, place = rows.taken()
-    return permute.Places(num_experts * of_expert, place.masked_fill(expert < 0, -1).int(), rows.counts)
+    return groups.places_of_groups(rows)
 
 
 def masked_rows(num_rows: int) -> int:

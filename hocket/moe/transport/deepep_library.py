@@ -49,7 +49,7 @@ def load(name: str) -> Any:
                 raise
             return importlib.import_module("deep_ep")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        why = f"it needs {PACKAGE} ({type(error).__name__}: {error})"
+        why = f"it needs {PACKAGE} ({type(error).__name__}: {' '.join(str(error).split())})"
         raise BackendUnavailable("all2all backend", name, why, NCCL_TRANSPORTS) from error
 
 
