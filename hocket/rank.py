@@ -35,7 +35,7 @@ from hocket.channel.messages import (
 )
 from hocket.channel.rank import RankChannel
 from hocket.config.engine import EngineConfig
-from hocket.dist.processes import end_with_parent
+from hocket.dist.processes import end_with_parent, key_of_front
 from hocket.dist.record import RESTS
 from hocket.dist.watchdog import Watchdog, time_limit
 from hocket.dist.world import Place, World
@@ -288,7 +288,7 @@ def main() -> int:
     folder = os.path.dirname(args.store) if args.store and args.rank == 0 else None
     end_with_parent(folder)
     place = Place.spawned(args.rank, args.world_size, args.store) if args.store else Place.from_torchrun(args.store_fd)
-    return serve(place, args.address, args.startup_timeout)
+    return serve(place, args.address + key_of_front(), args.startup_timeout)
 
 
 def join_torchrun(startup_timeout_s: float) -> int:

@@ -101,7 +101,7 @@ class _Headless:
             more = group_environment(self._config, rank, start.store_host, start.store_port)
             world = self._config.world_size
             self._processes[rank] = spawn_rank(rank, world, start.channel, self._startup_timeout_s, environment=more)
-        logger.warning("rank %s started for the server at %s", listed(self._config.ranks), self._config.address)
+        _say(f"rank {listed(self._config.ranks)} started for the server at {self._config.address}")
         spoke_at = 0.0
         while any(process.poll() is None for process in self._processes.values()):
             if time.monotonic() > spoke_at + _ALIVE_S:
@@ -154,7 +154,7 @@ def _signals_wait() -> Iterator[None]:
         if len(seen) > 1:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
-        print(f"hocket: {name}: ranks here end with the server; once more: at once", file=sys.stderr, flush=True)
+        _say(f"{name}: ranks here end with the server; once more: at once")
 
     former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -162,3 +162,7 @@ def _signals_wait() -> Iterator[None]:
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(f"hocket: {line}", file=sys.stderr, flush=True)

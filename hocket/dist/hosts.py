@@ -24,7 +24,6 @@ _POLL_S = 0.2
 _GONE_BEFORE_START_S = 4.0
 """A host that is silent for so long before the start has gone: another may take its ranks."""
 _SILENCE_S = 15.0
-_TOO_LATE = "all ranks run already: a host can only join at the start"
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Roster:
 
     def join(self, name: bytes, message: Join, now: float) -> str | None:
         """Take the host in, or say why not."""
-        why = self._contradiction(message) or self._taken(name, message, now)
+        why = self._contradiction(message) or self.taken(message, now, besides=name)
         if why is None:
             self.guests[name] = _Guest(message, now)
         return why
@@ -84,13 +83,14 @@ class Roster:
                 return f"{key} is {there!r} there and {here!r} at the server"
         return None
 
-    def _taken(self, name: bytes, message: Join, now: float) -> str | None:
+    def taken(self, message: Join, now: float, besides: bytes = b"") -> str | None:
+        """Which of its ranks another host than `besides` has, if any."""
         wanted = _Guest(message, now).ranks
         if twice := set(wanted) & set(self._own):
             return f"rank {listed(twice)} is there twice: on the server's host and on {message.host}"
         for other, guest in self.guests.items():
             twice = set(wanted) & set(guest.ranks)
-            if other != name and twice and now - guest.heard_at <= _GONE_BEFORE_START_S:
+            if other != besides and twice and now - guest.heard_at <= _GONE_BEFORE_START_S:
                 return f"rank {listed(twice)} is there twice: on {guest.join.host} and on {message.host}"
         return None
 
@@ -164,9 +164,9 @@ class Hosts:
                 raise RankLost(f"rank {message.rank} ended unexpectedly on host {host} ({message.how})")
 
     def _answer(self, name: bytes, message: Join, missing: list[int], now: float) -> None:
-        if self._has_started:
-            if name not in self._roster.guests:
-                self._lobby.send(name, Refused(message=_TOO_LATE))
+        if self._has_started:  # one without ranks that run may wait until all are started anew
+            if name not in self._roster.guests and (why := self._roster.taken(message, now)):
+                self._lobby.send(name, Refused(message=why))
             return
         is_new = name not in self._roster.guests
         why = self._roster.join(name, message, now)

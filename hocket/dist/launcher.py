@@ -281,6 +281,11 @@ class RankGroup:
             code = process.poll()
             if code is not None and code < 0:
                 return self._cause_of_death(rank, code, found)
+        try:
+            if self._hosts is not None:
+                self._hosts.check()
+        except RankLost as error:
+            return error
         late = behind(found)
         silent = set(self.ranks) - {report.rank for report in reports}
         stopped = silent & lifeless(found, _SHARE_OF_LIMIT * self._step_timeout_s)

@@ -14,6 +14,9 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from hocket.channel.messages import KEY_MARK
+
+_FRONT_KEY = "_HOCKET_FRONT_KEY"  # set by us, for a rank that we start: command lines are seen by all users
 _MAX_SOCKET_FOLDER = 70
 REMIND_S = 5.0
 """Between two lines that say whom one still waits for."""
@@ -53,9 +56,10 @@ def spawn_rank(
 
     store_fd: the socket at which it is to serve the group's store. It ends when this process does.
     """
+    endpoint, mark, key = address.partition(KEY_MARK)
     # -P: what lies in the current directory must not be taken for a module.
     command = [sys.executable, "-P", "-m", "hocket.rank", "--rank", str(rank), "--world-size", str(world_size)]
-    command += ["--address", address, "--startup-timeout", str(startup_timeout_s)]
+    command += ["--address", endpoint, "--startup-timeout", str(startup_timeout_s)]
     if store is not None:
         command += ["--store", store]
     if store_fd is not None:
@@ -64,10 +68,15 @@ def spawn_rank(
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
-        env=rank_environment() | (environment or {}),
+        env=rank_environment() | {_FRONT_KEY: mark + key} | (environment or {}),
         pass_fds=() if store_fd is None else (store_fd,),
         start_new_session=True,
     )
+
+
+def key_of_front() -> str:
+    """In the started rank: what belongs behind its `--address`."""
+    return os.environ.pop(_FRONT_KEY, "")
 
 
 def listed(ranks: Iterable[int]) -> str:
