@@ -95,7 +95,7 @@ class FakeGroup:
                 self._said.append(encode(StepOutputs(rank=rank, outputs=outputs)))
 
     def _gain(self, request: EngineRequest, left: list[int]) -> TokenOutput:
-        token = left.pop(0) if left else request.eos_token_ids[0]
+        token = left.pop(0) if left else next(iter(request.eos_token_ids), 5)
         is_stop = not left and token in request.eos_token_ids
         num_done = request.max_tokens = request.max_tokens - 1
         reason = "stop" if is_stop else "length" if num_done == 0 else None

@@ -85,6 +85,7 @@ def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
         graphs=_graphs(options, device, scheduler.max_num_seqs, overlap),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
+        tokenizer_path="" if options.skip_tokenizer_init else options.tokenizer or str(folder),
     )
 
 

@@ -7,6 +7,7 @@ waited for: who reads slowly finds more at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from hocket.errors import HocketError, UBatchFailed, revive
 from hocket.outputs import RequestOutput
 from hocket.request import SamplingParams
 
+logger = logging.getLogger(__name__)
 TICK_S = 0.2
 """How often ranks are looked at that say nothing."""
 Item = tuple[str, Any, SamplingParams | None, int | None]
@@ -209,14 +211,16 @@ class AsyncClient:
             return
         try:
             changed, failed = self.client.advance(0.0)
-        except HocketError as error:
-            if not self._note_loss(error):
-                raise
-            return
-        for step in failed:
-            self._fail(step)
-        self._deliver(changed)
-        self._look_again()
+            for step in failed:
+                self._fail(step)
+            self._deliver(changed)
+            self._look_again()
+        except Exception as error:  # nobody above would learn of it, and all who wait would wait for ever
+            if isinstance(error, HocketError) and self._note_loss(error):
+                return
+            logger.exception("what the ranks said could not be taken")
+            self.client.group.kill()
+            self._note_loss(HocketError(f"the front failed: {type(error).__name__}: {error}"))
 
     def _look_again(self) -> None:
         """Sending may have taken the descriptor's sign that there is something to receive."""

@@ -103,6 +103,11 @@ class Engine:
         chat = self.need_tokenizer().template()
         return await self._on_thread(lambda: chat.render(messages, **template))
 
+    async def check_schema(self, schema: str) -> None:
+        """Raise ConfigError for a JSON schema that no output can follow."""
+        processor = self.llm.client.processor
+        await self._on_thread(lambda: processor.check_schema(schema))
+
     async def _on_thread(self, what: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 

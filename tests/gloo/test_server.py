@@ -91,6 +91,35 @@ def test_r010_logprobs_after_a_batch_are_finite(served: Served) -> None:
             assert all(math.isfinite(value) and value <= 0 for value in values)
 
 
+def test_an_answer_is_json_of_its_schema_beside_others(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    body = {
+        "messages": [{"role": "user", "content": "Who was Emma?"}],
+        "response_format": form,
+        "temperature": 2.0,
+        "max_tokens": 200,
+        "n": 4,
+        "seed": 1,
+    }
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(served.post, COMPLETIONS, greedy("In the beginning"))
+        chunks = served.stream("/v1/chat/completions", body)
+        assert beside.result()[1]["choices"][0]["text"] == expected(served.llm, served, ["In the beginning"])[0]
+    for index in range(4):
+        deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        person = json.loads("".join(delta.get("content", "") for delta in deltas))
+        assert person.keys() == {"name", "old"}
+        assert isinstance(person["old"], bool)
+    _, answer = served.post(COMPLETIONS, greedy("Hello", ignore_eos=False, response_format={"type": "json_object"}))
+    assert answer["choices"][0]["text"].lstrip().startswith("{")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
 def test_r121_a_client_that_goes_is_gone_within_two_steps(

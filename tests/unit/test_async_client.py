@@ -191,3 +191,18 @@ def test_counters_come_while_requests_run_and_end_with_the_ranks() -> None:
             await anext(results)
 
     run(test)
+
+
+def test_nobody_waits_for_ever_where_the_front_itself_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: AsyncClient, fake: FakeGroup, lost: list[HocketError]) -> None:
+        def broken(output: Any) -> None:
+            raise KeyError("a fault of ours")
+
+        client.client.processor.process = broken  # type: ignore[method-assign]
+        with pytest.raises(HocketError, match="the front failed: KeyError"):
+            await ids_of(client.submit([("a", [5], PARAMS, None)]))
+        assert fake.closed
+        assert len(lost) == 1
+
+    run(test)
+    assert "a fault of ours" in caplog.text
