@@ -1,8 +1,8 @@
 """Hocket: inference for mixture-of-experts models with data-parallel attention and expert-parallel experts.
 
-Import direction (tested): cli → server → explain → doctor, verify → bench → llm, rank → client, observe → engine →
-worker → overlap → models → moe, attention, layers → quant → host, launch, ubatch → dist. Leaves: errors, envs, config,
-request, outputs.
+Import direction (tested): cli → server → explain → doctor, verify → bench → llm, rank, metrics → client, observe →
+engine → worker → overlap → models → moe, attention, layers → quant → host, launch, ubatch → dist. Leaves: errors, envs,
+config, request, outputs.
 Nothing torch is imported until a rank needs it.
 """
 

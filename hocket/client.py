@@ -6,13 +6,15 @@ Knows which rank has which request; knows nothing of how ranks work or of how re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hocket.channel.messages import (
     Abort,
     AddRequests,
+    Counters,
+    GetCounters,
     GetSpans,
     GetStates,
     GetStats,
@@ -36,6 +38,23 @@ from hocket.outputs import RequestOutput, TokenOutput
 from hocket.processor import Processor
 from hocket.request import EngineRequest, FinishReason, SamplingParams
 from hocket.trace.spans import Step
+
+
+class Listener(Protocol):
+    """Is told what becomes of engine requests (a prompt is `params.n` of them), and what ranks count."""
+
+    def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
+        """A request goes to `rank`; it came to the front at `arrived_at` (time.monotonic)."""
+
+    def gained(self, output: TokenOutput, now: float) -> None:
+        """A request got tokens."""
+
+    def ended(self, request_id: str, reason: str, now: float) -> None:
+        """A request is over: "stop", "length", "abort" or "error". Told once for each request added."""
+
+    def counted(self, stats: dict[str, Any]) -> None:
+        """A rank's answer to `ask_counters`."""
+
 
 Answer = TypeVar("Answer", Stats, Spans, Lanes, States)
 _SILENCE_GRACE_S = 5.0
@@ -82,8 +101,6 @@ class EngineClient:
     """
 
     balance_by_tokens: bool = False
-    on_stats: Callable[[Stats], None] | None = None
-    """Gets the counters that ranks were asked for with `ask_stats`."""
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
@@ -92,6 +109,7 @@ class EngineClient:
         self._loads = [RankLoad() for _ in group.ranks]
         self._silence_checked_at = 0.0
         self._placed: dict[str, _Placed] = {}  # by engine request id
+        self.listener: Listener | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -107,6 +125,7 @@ class EngineClient:
 
     def add_many(self, items: Sequence[tuple[str, Any, SamplingParams | None, int | None]]) -> None:
         """Queue several prompts so that each rank learns of its share at once; all or none."""
+        arrived_at = time.monotonic()
         made: list[tuple[EngineRequest, int | None]] = []
         added: list[str] = []
         try:
@@ -116,7 +135,10 @@ class EngineClient:
                 added.append(request_id)
             by_rank: dict[int, list[EngineRequest]] = {}
             for request, rank in made:
-                by_rank.setdefault(self._assign(request, rank), []).append(request)
+                rank = self._assign(request, rank)
+                by_rank.setdefault(rank, []).append(request)
+                if self.listener is not None:
+                    self.listener.added(rank, request, arrived_at)
             for to_rank, requests in by_rank.items():
                 self.group.send(to_rank, AddRequests(requests=requests))
         except BaseException:
@@ -154,9 +176,11 @@ class EngineClient:
             placed.num_prompt_tokens = 0
             self._loads[placed.rank].num_tokens -= done
 
-    def _ended(self, engine_request_id: str) -> None:
+    def _ended(self, engine_request_id: str, reason: str) -> None:
         placed = self._placed.pop(engine_request_id, None)
         if placed is not None:
+            if self.listener is not None:
+                self.listener.ended(engine_request_id, reason, time.monotonic())
             self._loads[placed.rank].num_requests -= 1
             self._loads[placed.rank].num_tokens -= placed.num_tokens
 
@@ -182,17 +206,20 @@ class EngineClient:
     def _process(self, messages: Iterable[RankMessage]) -> tuple[list[RequestOutput], list[FailedStep]]:
         changed: dict[str, RequestOutput] = {}
         failed: list[FailedStep] = []
+        now = time.monotonic()
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(self._fail(message))
-            elif isinstance(message, Stats) and self.on_stats is not None:
-                self.on_stats(message)
+            if isinstance(message, Counters) and self.listener is not None:
+                self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
                 result = self.processor.process(output)
+                if self.listener is not None:
+                    self.listener.gained(output, now)
                 if output.finish_reason is not None:
-                    self._ended(output.request_id)
+                    self._ended(output.request_id, output.finish_reason)
                 elif self.balance_by_tokens:
                     self._computed(output)
                 if result is not None:
@@ -204,7 +231,7 @@ class EngineClient:
         """Drop the requests of a failed step."""
         lost: dict[str, RequestOutput] = {}
         for engine_id in message.request_ids:
-            self._ended(engine_id)
+            self._ended(engine_id, "error")
             output = self.processor.drop(engine_id)
             if output is not None:
                 lost[output.request_id] = output
@@ -227,7 +254,7 @@ class EngineClient:
         for engine_id in engine_ids:
             if engine_id in self._placed:
                 by_rank.setdefault(self._placed[engine_id].rank, []).append(engine_id)
-                self._ended(engine_id)
+                self._ended(engine_id, reason)
         for rank, ids in by_rank.items():
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
 
@@ -243,9 +270,10 @@ class EngineClient:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
         return [message.stats for message in self._ask(GetStats(reset=reset), Stats, "its counters")]
 
-    def ask_stats(self, *, reset: bool = False) -> None:
-        """Ask every rank for its counters without waiting: `on_stats` gets them, also while they work."""
-        self.group.broadcast(GetStats(reset=reset))
+    def ask_counters(self) -> None:
+        """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
+        works; the answers come in with `poll`."""
+        self.group.broadcast(GetCounters())
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""

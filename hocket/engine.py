@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from hocket.cache.manager import KVCacheManager
 from hocket.config.engine import EngineConfig
@@ -179,10 +180,8 @@ class Engine:
         finally:
             laps.end("forward")
             if not plan.graph_tokens:  # what a graph moves nobody counts
-                executor = self.runner.executor
-                record.comm_bytes = executor.comm_bytes
-                if executor.times_transfers:
-                    record.comm_us, record.exposed_us = executor.comm_ns / 1e3, executor.exposed_ns / 1e3
+                record.times = self.runner.executor.times
+                record.is_timed = self.runner.executor.times_transfers
 
     def _finish(self, step: InFlight, laps: Laps) -> list[TokenOutput]:
         """Wait for a launched step; what this rank's requests gained in it."""
@@ -264,6 +263,7 @@ class Engine:
                     finish_reason=request.finish_reason,
                     stop_reason=request.stop_reason,
                     num_cached_tokens=request.num_cached_tokens,
+                    queue_s=request.admitted_at - request.queued_at if request.num_output_tokens == 1 else 0.0,
                 )
             )
             if request.finish_reason is not None:
@@ -272,6 +272,12 @@ class Engine:
         self.stats.generated_tokens += len(outputs)
         self.log.count_tokens(batch.num_prefill_tokens, len(outputs))
         return outputs
+
+    def counters(self) -> dict[str, Any]:
+        """Sums of this rank's steps and of its scheduler, and the load of experts as far as it was sampled, as plain
+        values. The first call begins to sample."""
+        load = {"expert_load": self.runner.expert_load.snapshot()}
+        return self.stats.totals() | asdict(self.scheduler.counters()) | load
 
     def close(self) -> None:
         self.log.close()

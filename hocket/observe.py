@@ -11,8 +11,10 @@ from dataclasses import asdict
 from typing import Any, ClassVar
 
 from hocket.channel.messages import (
+    Counters,
     CountKernels,
     FromRank,
+    GetCounters,
     GetSpans,
     GetStates,
     GetStats,
@@ -86,6 +88,9 @@ class Observer:
             engine.stats.reset()
         return Stats(rank=self._rank, stats=stats)
 
+    def _counters(self, _question: GetCounters) -> Counters:
+        return Counters(rank=self._rank, stats={"rank": self._rank} | self._engine.counters())
+
     def _count_kernels(self, order: CountKernels) -> None:
         self._kernels = KernelCount(order.phase, order.num_tokens)
 
@@ -109,6 +114,7 @@ class Observer:
 
     QUESTIONS: ClassVar[dict[type, Callable[[Observer, Any], FromRank | None]]] = {
         GetStats: _stats,
+        GetCounters: _counters,
         CountKernels: _count_kernels,
         SetThresholds: _when_resting,
         TimeReplays: _when_resting,

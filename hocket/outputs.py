@@ -19,11 +19,11 @@ class TokenLogprobs(msgspec.Struct):
     rank: int
 
 
-class TokenOutput(msgspec.Struct):
+class TokenOutput(msgspec.Struct, omit_defaults=True):
     """What one request gained in one step, as sent from a rank to the front.
 
     token_ids: new ones only. logprobs: one entry per new id, when asked for. prompt_logprobs: sent once, complete,
-    [0] is None.
+    [0] is None. queue_s: with the first token, how long the request waited on its rank before it was first scheduled.
     """
 
     request_id: str
@@ -33,6 +33,7 @@ class TokenOutput(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    queue_s: float = 0.0
 
 
 @dataclass

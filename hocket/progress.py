@@ -64,7 +64,9 @@ class StartUpBars:
     _PHASES: Mapping[str, tuple[str, bool]] = {
         "compile": ("compiling kernels", False),
         "load": ("loading weights", True),
+        "warm up": ("running split steps", False),
         "capture": ("capturing CUDA graphs", False),
+        "compare": ("comparing split CUDA graphs", False),
     }
     """By phase: what is shown, and whether it is counted in bytes."""
 

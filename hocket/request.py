@@ -160,9 +160,11 @@ class Request:
     num_cached_tokens: of these, taken from the prefix cache when the request was first scheduled.
     seed: params.seed, or a value derived from request_id when there is none, so that every rank agrees.
     follower: what follows params.json_schema (hocket.tokenizer.grammar.Follower), where there is one.
+    queued_at, admitted_at: when it came and when it was first scheduled, time.perf_counter; 0: not yet.
     """
 
     __slots__ = (
+        "admitted_at",
         "bad_words_ids",
         "block_hashes",
         "block_ids",
@@ -176,6 +178,7 @@ class Request:
         "num_prompt_tokens",
         "params",
         "prompt_token_ids",
+        "queued_at",
         "request_id",
         "seed",
         "status",
@@ -202,6 +205,7 @@ class Request:
         self.seed: int = _resolve_seed(engine_request)
         self.num_preemptions: int = 0
         self.follower: Any = None
+        self.queued_at = self.admitted_at = 0.0
 
     @property
     def output_token_ids(self) -> list[int]:

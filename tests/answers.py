@@ -96,3 +96,24 @@ def steps_of(llm: LLM) -> int:
     steps = [rank["steps"] for rank in settled_stats(llm)]
     assert len(set(steps)) == 1, f"ranks took different numbers of steps: {steps}"
     return int(steps[0])
+
+
+NOISE = 0.05
+"""Log-probability by which rounding to bf16 alone may have a small random model choose a worse token."""
+
+
+def shortfall(path: Path, results: Sequence[RequestOutput]) -> float:
+    """Largest log-probability by which a chosen token falls short of the best one, after those before it, for
+    transformers in fp32. So it does not matter that everything behind another choice is other, too."""
+    worst = 0.0
+    for result in results:
+        ids, prompt = result.outputs[0].token_ids, result.prompt_token_ids
+        expected = reference_logprobs(path, tuple(prompt + ids))[len(prompt) - 1 : -1]
+        worst = max(worst, float((expected.amax(-1) - expected[range(len(ids)), ids]).max()))
+    return worst
+
+
+def assert_as_good(path: Path, results: Sequence[RequestOutput], others: Sequence[RequestOutput]) -> None:
+    """`results`, made in bf16, fall short of the best tokens by hardly more than `others`."""
+    found, allowed = shortfall(path, results), max(2 * shortfall(path, others), NOISE)
+    assert found <= allowed, f"a token is {found:.3f} worse than the best one, {allowed:.3f} may come of rounding"

@@ -13,9 +13,7 @@ from typing import Any
 from hocket.channel.messages import (
     Abort,
     AddRequests,
-    GetStats,
     RankMessage,
-    Stats,
     StepFailed,
     StepOutputs,
     ToRank,
@@ -59,9 +57,6 @@ class FakeGroup:
         self.sent.append((rank, received))
         if isinstance(received, AddRequests):
             self._running |= {r.request_id: (rank, r, list(self.script(r))) for r in received.requests}
-        elif isinstance(received, GetStats):
-            stats = {"rank": rank, "running": len(self._running)}
-            self._said.append(encode(Stats(rank=rank, stats=stats)))
         elif isinstance(received, Abort):
             for request_id in received.request_ids:
                 assert self._running.pop(request_id)[0] == rank, "told the wrong rank"

@@ -15,7 +15,7 @@ import faults
 import torch
 from faults import Plant, model_of
 from model_faults import moe_layers
-from overlap_transfer_faults import MOCKS, TRANSFER_FAULTS, mocked, receive_apart, ubatch_idx
+from overlap_transfer_faults import MOCKS, TRANSFER_FAULTS, late_events, mocked, receive_apart, ubatch_idx
 from torch import Tensor
 
 from hocket.attention.plan import Plan
@@ -229,7 +229,12 @@ OVERLAP_FAULTS: dict[str, Plant] = {
     "shared experts of the second ubatch lost": lose_shared_experts,
     **TRANSFER_FAULTS,
 }
-HARMLESS: dict[str, Plant] = {"readers first": readers_first, "receive apart": receive_apart}
+HARMLESS: dict[str, Plant] = {
+    "readers first": readers_first,
+    "receive apart": receive_apart,
+    "events recorded after the hand-over": late_events,
+}
+"""They change no answer."""
 
 
 def install() -> None:

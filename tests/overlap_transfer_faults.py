@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -13,8 +14,12 @@ from model_faults import moe_layers
 from torch import Tensor
 
 from hocket.engine import Engine
+from hocket.errors import BatonTimeout
 from hocket.moe.transport.base import Dispatched
+from hocket.trace.spans import Stage
+from hocket.ubatch import lanes
 from hocket.ubatch.context import current
+from hocket.ubatch.lanes import Pending, Work, WorkerLane
 from hocket.ubatch.transfer import Running, Transfer
 
 MOCKS = ExitStack()
@@ -143,6 +148,47 @@ def receive_never(engine: Engine) -> None:
     receive_apart(engine)
     receive = Running._receive
     mocked(Running, "_receive", lambda running: None if ubatch_idx() is not None else receive(running))
+
+
+# -- when a transfer may start --------------------------------------------------------------------------------------
+
+
+def late_events(engine: Engine) -> None:
+    """In ubatches the event that a transfer waits for is recorded behind the hand-over, not before: so it also holds
+    what the next ubatch computes meanwhile, and the transfer runs after that instead of under it. (No answer is wrong.)
+
+    Where a lane is a thread, the event is one of threads, set when its ubatch goes on; a job waits for it before it
+    looks at the clock, as a stream does before a kernel.
+    """
+    launch, hand_over, finish = WorkerLane.launch, Running.hand_over, Running.finish
+    events: dict[int | None, list[threading.Event]] = {}
+
+    def launch_late(lane: WorkerLane, work: Work, name: str, after: Any = None) -> Pending:
+        if ubatch_idx() is None or not name.endswith(" send"):
+            return launch(lane, work, name, after)
+        event = threading.Event()
+        events.setdefault(ubatch_idx(), []).append(event)
+        job: Any = lanes._Job(work, name, lane._timeout_s)
+        run = job.run
+        job.run = lambda broken: run(broken if event.wait(lane._timeout_s) else BatonTimeout("never recorded"))
+        lane._jobs.put(job)
+        return job  # type: ignore[no-any-return]
+
+    def record() -> None:
+        for event in events.pop(ubatch_idx(), ()):
+            event.set()
+
+    def hand_over_first(running: Running[Any]) -> None:
+        hand_over(running)
+        record()
+
+    def finish_at_last(running: Running[Any], then: Stage) -> Any:
+        record()
+        return finish(running, then)
+
+    mocked(WorkerLane, "launch", launch_late)
+    mocked(Running, "hand_over", hand_over_first)
+    mocked(Running, "finish", finish_at_last)
 
 
 TRANSFER_FAULTS: dict[str, Plant] = {

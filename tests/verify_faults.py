@@ -16,6 +16,8 @@ from torch import Tensor
 from hocket.engine import Engine
 from hocket.layers.mlp import GatedMLP
 
+A_LITTLE = 1.3
+
 
 def weigh_twice_in_one_layer(engine: Engine) -> None:
     """In ubatches one layer's experts apply the combine weights and apply them again."""
@@ -25,6 +27,16 @@ def weigh_twice_in_one_layer(engine: Engine) -> None:
         return x, ids, weights * weights if ubatch_idx() is not None else weights
 
     moe_of(model_of(engine)).experts.register_forward_pre_hook(again)
+
+
+def weigh_a_little_more(engine: Engine) -> None:
+    """In ubatches one layer's experts weigh a little more: no token is far off, but all are."""
+
+    def more(_module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        x, ids, weights = args
+        return x, ids, weights * A_LITTLE if ubatch_idx() is not None else weights
+
+    moe_of(model_of(engine)).experts.register_forward_pre_hook(more)
 
 
 def share_a_workspace(engine: Engine) -> None:
@@ -59,6 +71,7 @@ def raise_in_one_layer(engine: Engine) -> None:
 
 FAULTS: dict[str, Plant] = {
     "weights applied twice in one layer": weigh_twice_in_one_layer,
+    "weights a little larger in one layer": weigh_a_little_more,
     "one workspace in one layer": share_a_workspace,
     "the second ubatch raises": raise_in_one_layer,
 }

@@ -94,11 +94,11 @@ def _timers(
     layout = TokenLayout.of(tokens, tokens, tokens, device)
     weights, ids = layer.router(x)
     sent = _moved(layer.transport.prepare(x, ids, weights, layout))
-    out = layer.experts(sent.x, sent.ids, sent.weights)
+    out = sent.through(layer.experts)
     work: dict[str, Work] = {
         "router": lambda: layer.router(x),
         "dispatch": lambda: _moved(layer.transport.prepare(x, ids, weights, layout)),
-        "experts": lambda: layer.experts(sent.x, sent.ids, sent.weights),
+        "experts": lambda: sent.through(layer.experts),
         "combine": lambda: _moved(layer.transport.finalize(out, sent.handle)),
         "layer": lambda: layer(x, layout),
     }

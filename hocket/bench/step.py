@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hocket.bench import strategies
-from hocket.bench.cells import PHASES, Cell, sweep_of
+from hocket.bench.attached import Attached, recording
+from hocket.bench.cells import PHASES, SPARE_STEPS, Cell, sweep_of
 from hocket.bench.rates import GivenRates, rates_of
 from hocket.bench.report import check_output, emit, provenance
 from hocket.bench.requests import generate_random
@@ -62,8 +63,11 @@ class Sweep:
     reuse_prompts: bool = False
 
 
-def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]:
-    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON."""
+def run(
+    options: Options, sweep: Sweep, *, output: str | None, trace: str | None = None, trace_steps: int = 1
+) -> dict[str, Any]:
+    """Measure every cell `repeats` times in turn, after one round to warm up; print a table and, last, JSON. trace: one
+    more run of each cell, which is not measured, is recorded into files of this name."""
     check_output(output)
     batched = options.max_num_batched_tokens or max(BATCHED_TOKENS, *(2 * n for n in sweep.tokens_per_gpu))
     cells = sweep_of(
@@ -74,6 +78,8 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
+    asked = [Measured(cell, strategy) for cell in cells for strategy in sweep.strategies]
+    attached = Attached.asked(trace, trace_steps, options, [_trace_part(one, cells, sweep) for one in asked])
     with changed(options, sweep.slice_of_ep, sweep.num_layers, sweep.num_dense_layers) as (shaped, slice_of):
         engine_options = _engine_options(shaped, sweep, cells, batched, slice_of)
         config = resolve(engine_options)
@@ -81,7 +87,9 @@ def run(options: Options, sweep: Sweep, *, output: str | None) -> dict[str, Any]
         started = time.perf_counter()
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
-            found = _all_measured(llm, cells, sweep)
+            found = _all_measured(llm, cells, asked, sweep)
+            for one in found:
+                _trace(llm, one, _trace_part(one, cells, sweep), sweep, attached)
             ranks = llm.ranks
     model = options.model if slice_of is None else published_name(config.model, options.model)
     about = {"model": model, "slice": slice_of and slice_of.as_row(), "reused_prompts": sweep.reuse_prompts}
@@ -112,9 +120,9 @@ def _engine_options(
     return replace(found, emulate_link_token_bytes=f"{out},{back}")
 
 
-def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measured]:
+def _all_measured(llm: LLM, cells: Sequence[Cell], asked: Sequence[Measured], sweep: Sweep) -> list[Measured]:
     """Each cell with each strategy, but for those that cannot be: standard error says why."""
-    found = [Measured(cell, strategy) for cell in cells for strategy in sweep.strategies]
+    found = list(asked)
     for repeat in range(sweep.repeats + 1):
         for one in list(found):
             strategies.use(llm, one.strategy)
@@ -200,6 +208,22 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     _generate(llm, cell, seed)
     found: dict[str, Any] | None = llm.stats()[0]["kernels"]
     return found
+
+
+def _trace_part(one: Measured, cells: Sequence[Cell], sweep: Sweep) -> str:
+    """What the name of its trace ends with, where there are several."""
+    cell = f"-{one.cell.phase}-{one.cell.num_tokens}" if len(cells) > 1 else ""
+    return cell + (f"-{one.strategy}" if len(sweep.strategies) > 1 else "")
+
+
+def _trace(llm: LLM, one: Measured, part: str, sweep: Sweep, attached: Attached | None) -> None:
+    """By one more run, without the first steps of its kind, which are of fewer tokens or cold; None: not asked for."""
+    if attached is None:
+        return
+    strategies.use(llm, one.strategy)
+    what = f"{one.cell.phase} of {one.cell.num_tokens} tokens, {one.strategy}, in bench step"
+    with recording(llm, attached, what, phase=one.cell.phase, skip=SPARE_STEPS, part=part):
+        _generate(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 3))
 
 
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:

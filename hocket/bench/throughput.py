@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hocket.bench.attached import Attached, recording
 from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
 from hocket.config.options import Options
 from hocket.errors import ConfigError
@@ -47,16 +48,22 @@ def prompt_lines(path: str) -> list[str]:
     return lines
 
 
-def run(options: Options, work: Workload, *, repeats: int, output: str | None) -> dict[str, Any]:
+def run(
+    options: Options, work: Workload, *, repeats: int, output: str | None, attached: Attached | None = None
+) -> dict[str, Any]:
     """Measure `repeats` runs after one to warm up; print a table and, last, the result as JSON.
 
     Prompts of a file are the same in every run: with prefix caching they are re-used (`cached_prompt_tokens`).
+    attached: one more run, which is not measured, is recorded.
     """
     check_output(output)
     with LLM.from_options(options, progress=True) as llm:
         vocab_size = llm.config.model.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         runs = [_one_run(llm, work.prompts(vocab_size, seed), params) for seed in range(repeats + 1)][1:]
+        if attached is not None:
+            with recording(llm, attached, "the first steps of a run of bench throughput"):
+                llm.generate(work.prompts(vocab_size, repeats + 1), params)
         report = provenance("throughput") | {"rows": [_row(options, work, runs) | _setting(llm)]}
     _print_table(report["rows"][0])
     emit(report, output)

@@ -15,6 +15,7 @@ from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
 from hocket.trace.recording import Recording
+from hocket.trace.spans import Step
 
 PROMPT_LEN = {"prefill": 512, "decode": 32}
 WARM_UP_STEPS = 2
@@ -56,12 +57,18 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
         _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
         llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
         _generate(llm, work, seed=1, num_steps=work.steps)
-        ranks = llm.client.recorded_steps()
-    count = min(len(steps) for steps in ranks)  # replicas without expert parallelism step by themselves
-    if count == 0:
+        ranks = recorded(llm)
+    if not ranks[0]:
         how = "give more or longer prompts, or a smaller --skip"
         raise HocketError(f"no {work.phase} step was run on every rank after the first {work.skip}: {how}")
-    return Recording(_about(options, config, work), [steps[:count] for steps in ranks])
+    return Recording(about(options, config, work.phase), ranks)
+
+
+def recorded(llm: LLM) -> list[list[Step]]:
+    """What every rank recorded, by rank, equally many steps of each."""
+    ranks = llm.client.recorded_steps()
+    count = min(len(steps) for steps in ranks)  # replicas without expert parallelism step by themselves
+    return [steps[:count] for steps in ranks]
 
 
 def _engine_options(options: Options, work: Workload) -> Options:
@@ -89,7 +96,8 @@ def _generate(llm: LLM, work: Workload, *, seed: int, num_steps: int) -> None:
     generate_random(llm, requests_per_rank=count, prompt_len=work.length, max_tokens=max_tokens, seed=seed)
 
 
-def _about(options: Options, config: EngineConfig, work: Workload) -> dict[str, Any]:
+def about(options: Options, config: EngineConfig, what: str) -> dict[str, Any]:
+    """What a recording says of itself; what: was run, such as the phase of its steps."""
     link, parallel, strategy = link_of(config), config.parallel, strategy_of(config)
     over = ""
     if link["kind"] == "emulated":
@@ -99,9 +107,9 @@ def _about(options: Options, config: EngineConfig, work: Workload) -> dict[str, 
     how += "" if config.device == "cpu" else f" on {config.device}, no CUDA graphs"
     found = provenance("trace")
     return {
-        "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {work.phase}",
+        "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {what}",
         "model": options.model,
-        "phase": work.phase,
+        "phase": what,
         "num_ranks": parallel.data_parallel_size,
         "transport": parallel.all2all_backend,
         "strategy": strategy,

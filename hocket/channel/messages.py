@@ -48,6 +48,10 @@ class GetStats(ToRank):
     reset: bool = False
 
 
+class GetCounters(ToRank):
+    """Ask for a Counters message. The first one begins to sample the load of experts."""
+
+
 class CountKernels(ToRank):
     """Count the kernels of coming steps in which every rank has `num_tokens` tokens; Stats will have the number.
 
@@ -170,6 +174,13 @@ class Stats(FromRank):
     stats: dict[str, Any]
 
 
+class Counters(FromRank):
+    """Sums only, of steps and of the scheduler, quick to tell while steps run; and the load of experts, where a sample
+    was taken."""
+
+    stats: dict[str, Any]
+
+
 class Spans(FromRank):
     """The steps recorded, in order; their times are those of the rank's time.perf_counter_ns."""
 
@@ -213,13 +224,16 @@ class Failed(FromRank):
     details: str
 
 
-RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | Lanes | States | Failed
+RankMessage = (
+    Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Counters | Spans | Lanes | States | Failed
+)
 FrontMessage = (
     Configure
     | AddRequests
     | Abort
     | Wake
     | GetStats
+    | GetCounters
     | CountKernels
     | SetThresholds
     | TimeReplays

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hocket.cli.options import engine_options
+from hocket.cli.options import TRACE_STEPS, TraceFile, TraceSteps, engine_options
 from hocket.config.options import Options
 
 _TOKENS_HELP = "tokens of each rank's step, with commas between"
@@ -69,6 +69,8 @@ def step(
     link_dispatch: Annotated[str, typer.Option(help=_LINK_DISPATCH_HELP)] = "fp8",
     count_kernels: Annotated[bool, typer.Option(help="count kernels per step, by one more run of each")] = False,
     reuse_prompts: Annotated[bool, typer.Option(help=_REUSE_HELP)] = False,
+    trace: TraceFile = None,
+    trace_steps: TraceSteps = TRACE_STEPS,
     output: _Output = None,
 ) -> None:
     """A step of the whole engine: decodes of so many requests, and prefill at so many tokens, beside their floor.
@@ -105,7 +107,7 @@ def step(
         count_kernels=count_kernels,
         reuse_prompts=reuse_prompts,
     )
-    run(options, sweep, output=output)
+    run(options, sweep, output=output, trace=trace, trace_steps=trace_steps)
 
 
 @bench_app.command()
@@ -172,16 +174,19 @@ def throughput(
         str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
     ] = None,
     repeats: Annotated[int, typer.Option(help="measured runs, after one to warm up", min=1)] = 5,
+    trace: TraceFile = None,
+    trace_steps: TraceSteps = TRACE_STEPS,
     output: _Output = None,
 ) -> None:
     """Offline throughput: requests/s, tokens/s, and where a step's time goes.
 
     Example: hocket bench throughput --model tiny --data-parallel-size 2 --enable-expert-parallel
     """
+    from hocket.bench.attached import Attached
     from hocket.bench.throughput import Workload, run
 
     work = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, prompts_file=prompts_file)
-    run(options, work, repeats=repeats, output=output)
+    run(options, work, repeats=repeats, output=output, attached=Attached.asked(trace, trace_steps, options))
 
 
 @bench_app.command()

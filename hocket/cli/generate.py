@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hocket.cli.options import engine_options
+from hocket.cli.options import TRACE_STEPS, TraceFile, TraceSteps, engine_options
 from hocket.config.options import Options
 from hocket.errors import ConfigError
 
@@ -33,6 +33,8 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user's message: apply the template")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="one JSON object: outputs, options, counters")] = False,
+    trace: TraceFile = None,
+    trace_steps: TraceSteps = TRACE_STEPS,
     max_tokens: Annotated[
         int | None, typer.Option(help="most tokens of a completion (default: 16)", rich_help_panel=_SAMPLING)
     ] = None,
@@ -98,16 +100,19 @@ def generate(
         "prompt_logprobs": prompt_logprobs,
     }
     sampling = _sampling(options, {name: value for name, value in given.items() if value is not None})
+    from hocket.bench.attached import Attached, recording
     from hocket.llm import LLM
 
+    attached = Attached.asked(trace, trace_steps, options)
     with LLM.from_options(options, progress=True) as llm:
         if not json_output and not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             print(f"hocket: {llm.summary()}", file=sys.stderr)
         started = time.perf_counter()
-        if chat:
-            results = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
-        else:
-            results = llm.generate(prompts, sampling)
+        with recording(llm, attached, "the first steps of generate"):
+            if chat:
+                results = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
+            else:
+                results = llm.generate(prompts, sampling)
         seconds = time.perf_counter() - started
         if json_output:
             print(json.dumps(_report(llm, options, sampling, results, seconds), ensure_ascii=False, allow_nan=False))

@@ -13,6 +13,14 @@ import typer
 from hocket.config.options import Options, option_type, read_yaml
 from hocket.errors import ConfigError
 
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="record the lanes of some steps: FILE.html, a page, and FILE.json, for Perfetto"
+    ),
+]
+TraceSteps = Annotated[int, typer.Option(help="how many steps --trace records, at most", min=1)]
+TRACE_STEPS = 8
 _CONFIG_HELP = "YAML file of options, same names; the command line wins"
 
 

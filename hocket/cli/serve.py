@@ -44,6 +44,9 @@ def serve(
         str,
         typer.Option(help="when a rank is lost: exit (code 1), or restart all ranks", rich_help_panel=_SERVER),
     ] = "exit",
+    metrics_names: Annotated[
+        str, typer.Option(help="prefix of the metrics that vLLM has too: hocket or vllm", rich_help_panel=_SERVER)
+    ] = "hocket",
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,7 +81,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
-    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load and /version; /openapi.json has them all.
+    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version; all are in /openapi.json.
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
@@ -104,6 +107,7 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         api_keys=tuple(keys),
         on_rank_loss=on_rank_loss,
+        metrics_names=metrics_names,
         max_concurrent_requests=max_concurrent_requests,
         max_body_bytes=max_body_bytes,
         header_timeout_s=header_timeout,

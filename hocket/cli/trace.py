@@ -11,8 +11,6 @@ from hocket.cli.options import engine_options
 from hocket.config.options import Options
 from hocket.errors import ConfigError
 
-PERFETTO = "https://ui.perfetto.dev"
-
 
 @engine_options()
 def trace(
@@ -46,6 +44,7 @@ def trace(
 
     hocket trace --compare before.json after.json --output both
     """
+    from hocket.bench.attached import PERFETTO
     from hocket.bench.report import check_output
     from hocket.bench.trace import PROMPT_LEN, Workload, record
     from hocket.trace import page, perfetto

@@ -17,11 +17,19 @@ EXPERTS = {"reference": False, "grouped_mm": False, "tiled": True, "triton_group
 GPU_EXPERTS = ("triton_grouped", "deep_gemm")
 """Those that run on NVIDIA GPUs only."""
 CPU_EXPERTS = tuple(name for name in EXPERTS if name not in GPU_EXPERTS)
-TRANSPORTS = {"local": True, "torch": True, "allgather_reducescatter": True}  # they add up ranks in rank order
+TRANSPORTS = {
+    "local": True,
+    "torch": True,  # it and the next one add up ranks in rank order
+    "allgather_reducescatter": True,
+    "deepep_high_throughput": False,
+    "deepep_low_latency": False,
+}
 EP_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "local")
 """Those between ranks that share experts."""
 NCCL_TRANSPORTS = ("torch", "allgather_reducescatter")
 """Those that NCCL moves tokens for on GPUs."""
+GPU_TRANSPORTS = tuple(name for name in EP_TRANSPORTS if name not in NCCL_TRANSPORTS)
+"""Those that run on NVIDIA GPUs only."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
 PLACEMENTS = ("linear", "round_robin")

@@ -132,7 +132,7 @@ class Options:
     ubatch_cut: str = _option(
         "equal",
         help="where a step is split: at equal numbers of tokens, or at equal estimated cost, attention to the context "
-        "included (pays where contexts are long or differ much, as in mixed steps)",
+        "included (pays where contexts are long or differ much, as in mixed steps); CUDA graphs: at equal numbers",
         group="Overlap",
         choices=("equal", "cost"),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hocket.attention.registry import unavailable_reason as attention_reason
-from hocket.config.backends import ATTENTION, EXECUTORS, EXPERTS, GPU_EXPERTS, TRANSPORTS, check_device
+from hocket.config.backends import ATTENTION, EXECUTORS, EXPERTS, GPU_EXPERTS, GPU_TRANSPORTS, TRANSPORTS, check_device
 from hocket.config.engine import EngineConfig
 from hocket.doctor.child import described
 from hocket.errors import BackendUnavailable
@@ -31,13 +31,18 @@ def backends(config: EngineConfig) -> list[dict[str, Any]]:
         check_device("experts backend", name, config.device, GPU_EXPERTS, EXPERTS)
         return experts_class(name).unsupported_reason(model.hidden_size, model.moe.intermediate_size, dtype)
 
+    def transport(name: str) -> str | None:
+        check_device("all2all backend", name, config.device, GPU_TRANSPORTS, TRANSPORTS)
+        reason: str | None = transport_class(name).unavailable_reason(config.device)
+        return reason
+
     def executor(name: str) -> None:
         make_baton(name, 2, config.step_timeout_s, torch.device("cpu")).close()
 
     return [
         *(_one("attention", name, attention) for name in ATTENTION),
         *(_one("experts", name, experts) for name in EXPERTS),
-        *(_with_traits(_one("transport", name, transport_class)) for name in TRANSPORTS),
+        *(_with_traits(_one("transport", name, transport)) for name in TRANSPORTS),
         *(_one("kernels", name, lambda name: kernels_reason(name, device)) for name in KERNELS),
         *(_one("executor", name, executor) for name in EXECUTORS),
     ]

@@ -41,11 +41,12 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
     """
     too_few = options.device == "cuda" and num_gpus() < options.data_parallel_size
     assumed = options.data_parallel_size if too_few else None
-    options, config, refused = resolve_what_can_be(options, assumed)
+    options, config, why, refused = resolve_what_can_be(options, assumed)
     found = _shape(config) | {"assumed_gpus": assumed, "gpus_here": num_gpus()}
     sent = messages(config)
     found["messages"] = {"sample_tokens": SAMPLE_TOKENS, "transports": sent}
-    found["memory"] = memory(config, free_bytes, next((one["received_bytes"] for one in sent if one["is_chosen"]), 0.0))
+    rooms = next(((one["received_bytes"], one["reserved_bytes"]) for one in sent if one["is_chosen"]), (0.0, 0.0))
+    found["memory"] = memory(config, free_bytes, *rooms)
     found["backends"] = _backends(config, found["memory"])
     uncapturable = _uncapturable(config, found["backends"]) if config.graphs.sizes else []
     graphs = config.graphs
@@ -64,7 +65,7 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
         }
     if overlap.num_ubatches > 1 or config.graphs.sizes:
         found["steps"] = cases(config, captures)
-    found["options"] = [*resolved_options(options, config), *_chosen_by_ranks(config, found["backends"])]
+    found["options"] = [*resolved_options(options, config, why), *_chosen_by_ranks(config, found["backends"])]
     found["refused"] = [{"option": name, "given": given, "why": str(error)} for name, given, error in refused]
     return found, refused[0][2] if refused else None
 

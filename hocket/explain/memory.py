@@ -21,11 +21,14 @@ from hocket.quant.fp8 import without_kernels
 from hocket.worker.memory import available_bytes
 
 
-def memory(config: EngineConfig, free_bytes: int | None, received_bytes: float) -> dict[str, Any]:
+def memory(
+    config: EngineConfig, free_bytes: int | None, received_bytes: float, reserved_bytes: float = 0.0
+) -> dict[str, Any]:
     """Bytes of rank 0, which has the most experts.
 
     free_bytes: of each GPU, or of the host, before anything is loaded; None: as measured here, if there is such a
-    device. received_bytes: the room for what a dispatch brings, per token (`messages`).
+    device. received_bytes, reserved_bytes: the room for what a dispatch brings, and what a transport keeps all the
+    time, per token (`messages`).
 
     {experts: the backend that was chosen (on a CPU; else None), weights_bytes, weights_fp8_bytes (where all runs in fp8
     that can; None: nothing would), kv_bytes_per_token, kv_bytes_per_block, buffers: [{what, bytes, kv_blocks}],
@@ -45,6 +48,7 @@ def memory(config: EngineConfig, free_bytes: int | None, received_bytes: float) 
     limits = config.scheduler
     buffers = {
         "room for the rows of the largest dispatch": int(received_bytes * limits.max_num_batched_tokens),
+        "what the transport keeps for dispatches so large": int(reserved_bytes * limits.max_num_batched_tokens),
         "logits of the most requests": limits.max_num_seqs * config.model.vocab_size * torch.float32.itemsize,
     }
     return {

@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hocket.config.backends import EP_TRANSPORTS
+from hocket.config.backends import EP_TRANSPORTS, NCCL_TRANSPORTS
 from hocket.config.engine import EngineConfig
 from hocket.dist.collectives import Group, Mirror
 from hocket.moe.base import TokenLayout
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.router import Router
-from hocket.moe.transport.base import most_received
-from hocket.moe.transport.registry import build_transport
+from hocket.moe.transport.base import SentBytes, Tokens, most_received
+from hocket.moe.transport.registry import build_transport, transport_class
 
 SAMPLE_TOKENS = 256
 """As many choose experts where it depends on them how often a token travels. The mean is then within 2 to 3 %."""
@@ -27,9 +27,10 @@ _WIDTH = 64
 
 
 def messages(config: EngineConfig) -> list[dict[str, Any]]:
-    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes} of each transport between so many ranks: what a
-    rank sends to others for one of its tokens in one sparse layer, and the room that it has for what comes (for each of
-    its tokens, where all have as many). Empty for one rank, whose tokens do not move.
+    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes, reserved_bytes} of each transport for such a
+    device between so many ranks: what a rank sends to others for one of its tokens in one sparse layer, the room that
+    it has for what comes (for each of its tokens, where all have as many) and what it keeps all the time for steps of
+    so many. Empty for one rank, whose tokens do not move.
     """
     parallel = config.parallel
     num_ranks = parallel.expert_parallel_size
@@ -38,18 +39,36 @@ def messages(config: EngineConfig) -> list[dict[str, Any]]:
     placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, parallel.expert_placement_strategy)
     return [
         {"name": name, "is_chosen": name == parallel.all2all_backend, **_sent(name, config, placement)}
-        for name in EP_TRANSPORTS
+        for name in (NCCL_TRANSPORTS if config.device == "cpu" else EP_TRANSPORTS)
     ]
 
 
 def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[str, float]:
     """Bytes per token of rank 0, by the transport `name`."""
+    num_tokens = 1 if transport_class(name).requires_padding else SAMPLE_TOKENS  # of fixed shapes each costs the same
+    ids, weights = _choices(config, SAMPLE_TOKENS)
+    hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
+    counted = transport_class(name).sent_bytes(
+        Tokens(placement=placement, ids=ids, hidden_size=hidden_size, dtype=dtype)
+    )
+    if counted is None:
+        counted = _run(name, config, placement, ids[:num_tokens], weights[:num_tokens])
+    else:
+        num_tokens = SAMPLE_TOKENS
+    return {
+        "dispatch_bytes": counted.dispatch / num_tokens,
+        "combine_bytes": counted.combine / num_tokens,
+        "received_bytes": counted.received / num_tokens,
+        "reserved_bytes": counted.reserved / num_tokens,
+    }
+
+
+def _run(name: str, config: EngineConfig, placement: ExpertPlacement, ids: Tensor, weights: Tensor) -> SentBytes:
+    """By sending zeros."""
     cpu = torch.device("cpu")
     group = cast(Group, Mirror(placement.num_ranks))
     transport = build_transport(name, placement, rank=0, group=group, device=cpu)
-    num_tokens = 1 if transport.requires_padding else SAMPLE_TOKENS  # of fixed shapes each token costs the same
-    ids, weights = _choices(config, num_tokens)
-    hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
+    num_tokens, hidden_size, dtype = len(ids), config.model.hidden_size, getattr(torch, config.dtype)
     x = torch.zeros(num_tokens, hidden_size, dtype=dtype)
     dispatch = transport.prepare(x, ids, weights, TokenLayout.of(num_tokens, num_tokens, num_tokens, cpu))
     dispatch.send()
@@ -59,12 +78,12 @@ def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[s
     combine = transport.finalize(torch.zeros(len(came.x), hidden_size, dtype=dtype, device=where), came.handle)
     if where == cpu:
         combine.send()
-    rows = len(came.x) / num_tokens if where == cpu else most_received(placement.num_ranks, 1)
-    return {
-        "dispatch_bytes": dispatch.num_bytes() / num_tokens,
-        "combine_bytes": combine.num_bytes() / num_tokens,
-        "received_bytes": rows * came.x.stride(0) * came.x.itemsize,  # the row with all that lies beside x
-    }
+    num_rows = len(came.x) if where == cpu else most_received(placement.num_ranks, num_tokens)
+    return SentBytes(
+        dispatch=dispatch.num_bytes(),
+        combine=combine.num_bytes(),
+        received=num_rows * came.x.stride(0) * came.x.itemsize,  # the row with all that lies beside x
+    )
 
 
 def _choices(config: EngineConfig, num_tokens: int) -> tuple[Tensor, Tensor]:

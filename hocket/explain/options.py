@@ -6,14 +6,14 @@ Compares `Options` with the `EngineConfig` that came of them. Torch-free: what o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import Field, fields, replace
 from typing import Any
 
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
-from hocket.config.resolve import resolve
-from hocket.envs import DBO_COMM_SMS, FORCE_SPLIT
+from hocket.config.resolve import Why, resolve_and_say
+from hocket.envs import FORCE_SPLIT
 from hocket.errors import BackendUnavailable, ConfigError
 
 BECAME = {
@@ -68,80 +68,12 @@ NOT_KEPT = {
     "max_cudagraph_capture_size": "shown by cudagraph_capture_sizes",
 }
 """Options that the configuration has no value of its own for."""
-Why = Callable[[Options, EngineConfig], str]
 
 
-def _why_graphs(options: Options, config: EngineConfig) -> str:
-    if config.device == "cpu":
-        return "a CPU has no CUDA graphs"
-    if options.enforce_eager:
-        return "enforce_eager"
-    asked = options.cudagraph_capture_sizes is not None
-    return f"none above max_num_seqs ({config.scheduler.max_num_seqs})" if asked else "by rule, up to the largest"
-
-
-def _why_ubatches(options: Options, config: EngineConfig) -> str:
-    return f"{FORCE_SPLIT.name} is set" if config.overlap.force_split else "two with enable_dbo"
-
-
-def _why_transport(options: Options, config: EngineConfig) -> str:
-    parallel, top_k = config.parallel, config.model.moe.top_k
-    if not parallel.enable_expert_parallel:
-        return "each rank has all experts, so nothing moves"
-    others = parallel.data_parallel_size - 1
-    few = "no more than" if others <= top_k else "more than"
-    return f"a token has {others} other rank{'s' * (others > 1)}, {few} the experts it chooses ({top_k})"
-
-
-def _why_max_tokens(options: Options, config: EngineConfig) -> str:
-    whole = "" if options.enable_chunked_prefill else " and, as prompts are not chunked, max_model_len"
-    return f"the default; at least max_num_seqs{whole}"
-
-
-def _why_dtype(options: Options, config: EngineConfig) -> str:
-    return "on a CPU" if config.device == "cpu" else "as config.json says"
-
-
-def _why_device(options: Options, config: EngineConfig) -> str:
-    return "there is no NVIDIA GPU here" if config.device == "cpu" else "there are NVIDIA GPUs here"
-
-
-def _why_async(options: Options, config: EngineConfig) -> str:
-    return "on a CPU a step leaves nothing to wait for" if config.device == "cpu" else "keeps the GPUs busy"
-
-
-def _why_block(options: Options, config: EngineConfig) -> str:
-    latent = config.model.mla is not None and config.device != "cpu"
-    return "what kernels for latent attention read at once" if latent else "the default"
-
-
-def _why_backend(options: Options, config: EngineConfig) -> str:
-    return "deterministic: it is batch-invariant" if config.deterministic else f"the default on {config.device}"
-
-
-WHY: dict[str, Why] = {
-    "dtype": _why_dtype,
-    "max_model_len": lambda options, config: "what config.json allows",
-    "enable_expert_parallel": lambda options, config: "one rank has nobody to share experts with",
-    "all2all_backend": _why_transport,
-    "max_nccl_ctas": lambda options, config: f"what split steps leave to transfers ({DBO_COMM_SMS.name})",
-    "ubatch_size": _why_ubatches,
-    "ubatch_executor": lambda options, config: "the cheaper one by hocket bench handover",
-    "max_num_seqs": lambda options, config: "the default; at most max_num_batched_tokens",
-    "max_num_batched_tokens": _why_max_tokens,
-    "async_scheduling": _why_async,
-    "block_size": _why_block,
-    "device": _why_device,
-    "attention_backend": _why_backend,
-    "moe_backend": _why_backend,
-    "cudagraph_capture_sizes": _why_graphs,
-}
-"""Of the options that may become another value: why they did."""
-
-
-def resolved_options(options: Options, config: EngineConfig) -> list[dict[str, Any]]:
+def resolved_options(options: Options, config: EngineConfig, why: Why) -> list[dict[str, Any]]:
     """{option, given, became, why} of each that became another value, in the order of the options, then of those that
-    were given and have no effect (became None). given None: not given, the engine chooses."""
+    were given and have no effect (became None). given None: not given, the engine chooses. why: of `resolve_and_say`.
+    """
     found = []
     for name, path in BECAME.items():
         given: Any = getattr(options, name)
@@ -151,9 +83,9 @@ def resolved_options(options: Options, config: EngineConfig) -> list[dict[str, A
         if name == "cudagraph_capture_sizes":
             became = ",".join(map(str, became)) or "none"
         if became not in (given, "auto"):
-            found.append({"option": name, "given": given, "became": became, "why": WHY[name](options, config)})
+            found.append({"option": name, "given": given, "became": became, "why": why[name]})
     without = _without_effect(options, config)
-    return [*found, *({"option": n, "given": getattr(options, n), "became": None, "why": why} for n, why in without)]
+    return [*found, *({"option": n, "given": getattr(options, n), "became": None, "why": said} for n, said in without)]
 
 
 def _without_effect(options: Options, config: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -193,9 +125,9 @@ _KINDS = {
 
 def resolve_what_can_be(
     options: Options, gpus: int | None
-) -> tuple[Options, EngineConfig, list[tuple[str, Any, ConfigError | BackendUnavailable]]]:
-    """The options without those that are refused, what they ask for, and (option, value, error) of the refused ones in
-    the order in which they are found: each time as if those before had not been given. gpus: see `resolve`.
+) -> tuple[Options, EngineConfig, Why, list[tuple[str, Any, ConfigError | BackendUnavailable]]]:
+    """The options without those that are refused, what they ask for and why, and (option, value, error) of the refused
+    ones in the order in which they are found: each time as if those before had not been given. gpus: see `resolve`.
 
     Raises:
         ConfigError, BackendUnavailable: an option is refused that was not given, or an environment variable.
@@ -205,7 +137,7 @@ def resolve_what_can_be(
     refused: list[tuple[str, Any, ConfigError | BackendUnavailable]] = []
     while True:
         try:
-            return options, resolve(options, gpus), refused
+            return options, *resolve_and_say(options, gpus), refused
         except (ConfigError, BackendUnavailable) as error:
             name = error.field if isinstance(error, ConfigError) else _KINDS.get(error.kind, "")
             if name not in known or getattr(options, name) == known[name].default:

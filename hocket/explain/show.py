@@ -110,6 +110,8 @@ def _print_messages(console: Console, found: dict[str, Any]) -> None:
         "What a rank sends to others: for one of its tokens in one sparse layer, in all of them, in its largest step. "
         f"torch: the mean of {found['messages']['sample_tokens']} tokens that choose experts at random."
     )
+    if found["device"] != "cpu":
+        note += " DeepEP's: the same; low_latency is for decodes, high_throughput for prefills."
     _print_table(console, "Messages", table, note)
 
 

@@ -60,7 +60,7 @@ def _case(
     config: EngineConfig, captures: bool, phase: str, what: str, tokens: Sequence[int], refusal: Reason | None
 ) -> dict[str, Any]:
     plan = _vote(config, phase, tokens, refusal, captures)
-    is_cut_equally = plan.reason is Reason.SPLIT and config.overlap.cut == "equal"
+    is_cut_equally = plan.reason is Reason.SPLIT and (config.overlap.cut == "equal" or plan.graph_tokens > 0)
     return {
         "phase": phase,
         "what": what,

@@ -16,7 +16,7 @@ from hocket.moe.base import TokenLayout
 from hocket.moe.experts.base import Experts
 from hocket.moe.router import Router
 from hocket.moe.side import INLINE, Side
-from hocket.moe.transport.base import Dispatched, Transport
+from hocket.moe.transport.base import Received, Transport
 from hocket.trace import spans
 from hocket.trace.spans import Stage
 from hocket.ubatch import context as ubatch
@@ -36,6 +36,7 @@ class MoELayer(nn.Module):
         self.shared_experts = shared_experts
         self.side: Side = INLINE  # where the shared experts are computed while tokens travel
         self._load: Tensor | None = None
+        self._sample: Tensor | None = None
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """x [T, D], T = layout.num_padded → [T, D] in x.dtype; what padding rows hold reaches no other row."""
@@ -48,6 +49,8 @@ class MoELayer(nn.Module):
         topk_weights, topk_ids = self.router(x, layout.is_padding)
         if self._load is not None:
             self._count(self._load, topk_ids)
+        if self._sample is not None:
+            self._count(self._sample, topk_ids)
         call = _Call(self, x, topk_ids, topk_weights, layout)
         found = call.run()
         if call.failure is not None:
@@ -74,12 +77,16 @@ class MoELayer(nn.Module):
         num_experts, device = self.router.config.num_experts, self.router.weight.device
         self._load = torch.zeros(num_experts + 1, dtype=torch.int64, device=device) if is_on else None
 
+    def sample_expert_load(self, into: Tensor | None) -> None:
+        """From now on also add to `into` [E + 1], whose last entry takes slots of no expert; None: to nothing."""
+        self._sample = into
+
     @staticmethod
     def _count(load: Tensor, topk_ids: Tensor) -> None:
         """Add topk_ids [T, K] to load [E + 1], whose last entry takes the dropped slots."""
         flat = topk_ids.flatten()
         flat = torch.where(flat < 0, load.shape[0] - 1, flat)
-        load.scatter_add_(0, flat, torch.ones_like(flat))
+        load.scatter_add_(0, flat, torch.ones_like(flat, dtype=load.dtype))
 
 
 class _Call:
@@ -104,7 +111,7 @@ class _Call:
         self._ready = ubatch.mark()  # of what is sent next
         self._is_joining = is_joining
         self._last: Running[Any] | None = None
-        self._dispatch: Running[Dispatched]
+        self._dispatch: Running[Received]
         self._sums: Transfer[Tensor]
         self._combine: Running[Tensor]
         self._shared: Callable[[], Tensor | None] = _nothing
@@ -141,9 +148,9 @@ class _Call:
 
     def _compute_experts(self) -> None:
         sent = self._dispatch.finish(Stage.EXPERTS)
-        out = self._attempt(lambda: self._layer.experts(sent.x, sent.ids, sent.weights))
+        out = self._attempt(lambda: sent.through(self._layer.experts))
         spans.begin(Stage.COMBINE)
-        self._sums = self._layer.transport.finalize(torch.zeros_like(sent.x) if out is None else out, sent.handle)
+        self._sums = self._layer.transport.finalize(sent.nothing() if out is None else out, sent.handle)
         self._ready = ubatch.mark()
 
     def _send_back(self) -> None:

@@ -26,6 +26,7 @@ from hocket.ubatch.baton import Baton, Outcome, SoloBaton
 from hocket.ubatch.context import UBatchContext
 from hocket.ubatch.lanes import Lane, Setup
 from hocket.ubatch.stamps import Stamps
+from hocket.ubatch.times import StepTimes
 from hocket.ubatch.transfer import HARD, cannot_go_on
 
 _GRACE_S = 2.0
@@ -50,7 +51,7 @@ class UBatchExecutor:
         record: Record | None = None,
         budget: SmBudget = UNLIMITED,
     ) -> None:
-        self.comm_ns = self.exposed_ns = self.comm_bytes = 0  # of the last step, see UBatchContext
+        self.times = StepTimes()  # of the last step
         self.times_transfers = device.type == "cpu"  # elsewhere they only join a queue
         self.recorder: Recorder | None = None
         self._model = model
@@ -93,18 +94,15 @@ class UBatchExecutor:
             step.stop_ns = now()
             if stamps is not None:
                 _resolve(stamps, step, outcomes)
-        self.comm_ns = sum(context.comm_ns for context in contexts)
-        self.exposed_ns = sum(context.exposed_ns for context in contexts)
-        self.comm_bytes = sum(context.comm_bytes for context in contexts)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
     def _alternate(
         self, contexts: list[UBatchContext], baton: Baton, works: Sequence[Callable[[], Tensor]]
     ) -> list[Outcome]:
-        """What became of each ubatch's work; on the stream of the caller."""
-        surround = on_stream_of_caller(self._device)
+        """What became of each ubatch's work; on the stream of the caller, or that which the budget enters."""
         with self.budget.entered() if len(works) > 1 else nullcontext():
+            surround = on_stream_of_caller(self._device)
             return baton.run([_body(*pair, surround) for pair in zip(contexts, works, strict=True)])
 
     def run_captured(
@@ -142,15 +140,16 @@ class UBatchExecutor:
         pair = self._alternating if count > 1 else self._solo
         assert pair is not None, "more ubatches than the executor was made for"
         contexts: list[UBatchContext] = []
+        self.times = StepTimes()
         for idx in range(count):
-            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step, now))
+            contexts.append(UBatchContext(idx, *pair, contexts, self.schedules[phase].in_moe, step, now, self.times))
         return contexts, pair[0]
 
     def _run(self, context: UBatchContext, inputs: UBatchInputs, kv_cache: list[Tensor]) -> Tensor:
         """One ubatch's part of the step, in its own context."""
         track = context.track
         try:
-            track.take()
+            context.take()
             track.begin(Stage.QKV)
             hidden: Tensor = self._model(inputs, kv_cache)
         except HARD:
@@ -248,7 +247,7 @@ def _leave(context: UBatchContext) -> None:
     """Its ubatch ends: where another one is left, that one runs next."""
     following = context.baton.following(context.idx)
     if following != context.idx:
-        context.track.give(following)
+        context.give(following)
 
 
 def _resolve(stamps: Stamps, step: Step, outcomes: list[Outcome]) -> None:

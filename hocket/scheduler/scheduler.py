@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Scheduler:
             )
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        request.queued_at = time.perf_counter()
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests now, wherever they are; ids that are unknown or have finished are skipped.
@@ -203,6 +205,7 @@ class Scheduler:
                 return
             waiting.popleft()
             request.status = _RUNNING
+            request.admitted_at = request.admitted_at or time.perf_counter()
             self._running.append(request)
             self._prefilling[request.request_id] = request
             has_blocks = cache.allocate(request, num_tokens)

@@ -163,6 +163,10 @@ def _looking(engine: Engine, names: tuple[str, ...]) -> APIRouter:
     async def load() -> Response:
         return Json({"server_load": engine.client.num_requests, "ranks": engine.loads()})
 
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await engine.scrape(), media_type=engine.metrics.content_type)
+
     async def health() -> Response:
         if engine.problem is not None:
             return Json({"status": "unavailable", "reason": engine.problem}, 503)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.errors import ConfigError
+from hocket.metrics.table import NAMES, check_names
 
 ON_RANK_LOSS = ("exit", "restart")
 
@@ -23,6 +24,7 @@ class Settings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     on_rank_loss: str = "exit"
+    metrics_names: str = NAMES[0]
     max_concurrent_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
     header_timeout_s: float = 10.0
@@ -38,6 +40,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_rank_loss not in ON_RANK_LOSS:
             raise ConfigError("on_rank_loss", self.on_rank_loss, " or ".join(ON_RANK_LOSS))
+        check_names(self.metrics_names)
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key", "…", "text of ASCII characters, not empty")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):

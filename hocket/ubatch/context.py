@@ -16,6 +16,7 @@ from hocket.trace.spans import Stage, Step, Track
 from hocket.ubatch import guard
 from hocket.ubatch.baton import Baton
 from hocket.ubatch.lanes import Done, Lane, Pending, Work
+from hocket.ubatch.times import StepTimes
 
 Hook = Callable[[], None]
 
@@ -28,10 +29,8 @@ class UBatchContext:
     """One ubatch of the running step: its index, the baton, the shared comm lane, and its pending receive hooks.
 
     order: the stages and hand-overs of a sparse layer behind attention. recorded: where its spans go, with times by
-    `now`. track: where the ubatch is; its `layer` counts sparse layers whose collectives are over, after a failure the
-    rest must still happen. comm_ns: time that transfers took, from the start of the send to the end of the receive,
-    each for itself: those that wait for others on the link count that time too. exposed_ns: the part of it that compute
-    stood still for. comm_bytes: what this rank sent.
+    `now`. times: the step's, which all of its ubatches add to. track: where the ubatch is; its `layer` counts sparse
+    layers whose collectives are over, after a failure the rest must still happen.
     """
 
     idx: int
@@ -41,14 +40,22 @@ class UBatchContext:
     order: tuple[Stage, ...] = _ALONE
     recorded: Step | None = None
     now: Callable[[], int] = spans.host_ns
+    times: StepTimes = field(default_factory=StepTimes)
     track: Track = field(init=False)
     hooks: deque[Hook] = field(default_factory=deque)
-    comm_ns: int = 0
-    exposed_ns: int = 0
-    comm_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.track = Track(self.idx, self.recorded, self.now)
+
+    def give(self, following: int) -> None:
+        """This ubatch stops, and `following` runs next."""
+        self.track.give(following)
+        self.times.give()
+
+    def take(self) -> None:
+        """It is this ubatch's turn."""
+        self.times.take()
+        self.track.take()
 
     def run_hooks(self) -> None:
         """Run what other ubatches left for this one, oldest first."""
@@ -118,6 +125,6 @@ def hand_over(receive: Hook | None = None) -> None:
         return
     if receive is not None:
         context.peers[following].hooks.append(receive)
-    context.track.give(following)
+    context.give(following)
     context.baton.hand_over(context.idx)
-    context.track.take()
+    context.take()

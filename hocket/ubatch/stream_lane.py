@@ -9,8 +9,9 @@ Memory that both streams use is allocated on the compute stream before the mark,
 transfer is of refers to it until `Pending.wait`. That is enough: the allocator gives memory to what is launched on the
 compute stream after it is dropped, and that stream has waited for the transfer by then, for all ubatches, which share
 it; and whatever read the memory before it was given to the transfer was launched before the mark. So work on this lane
-must not allocate what others read, and a wait must come before its result is dropped. A step that breaks off between
-the two ends the process.
+must not allocate what others read, and a wait must come before its result is dropped. Where a library allocates by
+itself, what it gave is kept until a later transfer of the same call is sent, behind a mark of the compute that read it.
+A step that breaks off between the two ends the process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hocket.trace.spans import Span, Stage
 from hocket.ubatch.context import current, hand_over, launch_of
 from hocket.ubatch.lanes import Done, Pending, Queued, Work
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 HARD = OverlapError
 """After these the collectives of a step cannot be finished."""
 
@@ -59,7 +59,7 @@ class Running(Generic[T]):
             work = _stamped(work, span, context.now)
         pending = launch_of(context, _named(work, self._stage), f"{self._stage.label} {part}", after)
         if type(pending) is Done:
-            context.exposed_ns += pending.stopped_ns - pending.started_ns
+            context.times.of(self._stage).exposed_ns += pending.stopped_ns - pending.started_ns
             context.track.interrupt(pending.started_ns, pending.stopped_ns)
         if span is not None:
             if type(pending) is Queued:  # between compute, on its stream
@@ -89,9 +89,9 @@ class Running(Generic[T]):
         if context is not None:
             arrived_ns = self._transfer.arrived_ns
             arrived = self._last.stopped_ns if arrived_ns is None else arrived_ns()
-            context.comm_ns += arrived - self._send.started_ns
-            context.comm_bytes += self._transfer.num_bytes()
-            context.exposed_ns += max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
+            exposed_ns = max(self._last.stopped_ns - max(asked, self._send.started_ns), 0)
+            traffic = context.times.of(self._stage)
+            traffic.add(arrived - self._send.started_ns, exposed_ns, self._transfer.num_bytes())
             if self._recorded:
                 self._record(arrived)
             context.track.begin(then)

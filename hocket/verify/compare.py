@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hocket.errors import ConfigError
 
@@ -16,6 +16,10 @@ TOLERANCES = {
 """By dtype: `logprob`, `state` and `stray` of Rules. Sums in another order (other rows in a product, other ranks first)
 change the last bits of a number, layers carry that on, and where two experts are about equally good for a token it may
 get the other one: in half precision some tokens always do."""
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Of the dtypes whose sums differ so much that how much is measured in the run itself (`Rules.measured`)."""
+MOST, FACTOR, LEAST_EPS = 0.9, 2.0, 8.0
+FEW, MIN_TOKENS = 0.2, 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,8 @@ class Rules:
     logprob: most that the log-probability of a token may differ. tie: the runs may choose two tokens whose
     log-probabilities, in both runs, are no further apart. state: most that a row of hidden states may differ, as a
     share of its length; stray: the share of a layer's rows that may differ more. exact: nothing may differ, to the last
-    bit.
+    bit. usual: no more than a share of FEW of the tokens (where there are MIN_TOKENS) may have a log-probability that
+    differs by more; None: not looked at.
     """
 
     logprob: float
@@ -33,6 +38,7 @@ class Rules:
     state: float
     stray: float
     exact: bool = False
+    usual: float | None = None
 
     @classmethod
     def of(cls, dtype: str, *, exact: bool, logprob: float | None = None, tie: float | None = None) -> Rules:
@@ -49,6 +55,16 @@ class Rules:
         logprob = usual if logprob is None else logprob
         tie = 2 * logprob if tie is None else tie
         return cls(logprob=logprob, tie=tie, state=state, stray=stray, exact=exact)
+
+    def measured(self, noise: float, dtype: str) -> Rules:
+        """With `usual` from a run that differs from the first in nothing but the order of sums: FACTOR times what a
+        share of MOST of its tokens differ by at most (`Comparison.usual_difference`), but at least LEAST_EPS of the
+        dtype's eps, as so much a run may differ by whose sums had the same order by chance.
+
+        `logprob` must allow for one token that gets another expert, some ten times as much as `usual`: alone it would
+        let pass what moves all tokens a little.
+        """
+        return replace(self, usual=max(FACTOR * noise, LEAST_EPS * EPS[dtype]))
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,9 @@ class Difference:
 @dataclass(frozen=True)
 class Comparison:
     """Two runs beside each other. num_tokens: those compared: of a request all up to a tie, since what follows it
-    answers to another text. first: the first request's first difference that the rules do not allow."""
+    answers to another text. first: the first request's first difference that the rules do not allow. num_compared:
+    tokens whose log-probabilities were compared; a share of MOST of them differ by no more than usual_difference,
+    num_unusual by more than the rules' `usual`; drifts: these are too many."""
 
     num_requests: int
     num_same_requests: int
@@ -86,10 +104,14 @@ class Comparison:
     num_ties: int
     largest_logprob_difference: float
     first: Difference | None
+    num_compared: int
+    usual_difference: float
+    num_unusual: int
+    drifts: bool
 
     @property
     def agrees(self) -> bool:
-        return self.first is None
+        return self.first is None and not self.drifts
 
 
 @dataclass
@@ -97,21 +119,28 @@ class _Found:
     num_tokens: int = 0
     num_same: int = 0
     num_ties: int = 0
-    largest: float = 0.0
+    differences: list[float] = field(default_factory=list)
     first: Difference | None = None
 
 
 def compare(expected: Sequence[Answer], found: Sequence[Answer], rules: Rules) -> Comparison:
     """Request by request, in order. Raises ValueError where there are not as many."""
     each = [_compare_request(i, a, b, rules) for i, (a, b) in enumerate(zip(expected, found, strict=True))]
+    differences = sorted(difference for one in each for difference in one.differences)
+    count, usual = len(differences), math.inf if rules.usual is None else rules.usual
+    num_unusual = sum(difference > usual for difference in differences)
     return Comparison(
         num_requests=len(each),
         num_same_requests=sum(one.first is None for one in each),
         num_tokens=sum(one.num_tokens for one in each),
         num_same_tokens=sum(one.num_same for one in each),
         num_ties=sum(one.num_ties for one in each),
-        largest_logprob_difference=max((one.largest for one in each), default=0.0),
+        largest_logprob_difference=max(differences, default=0.0),
         first=next((one.first for one in each if one.first is not None), None),
+        num_compared=count,
+        usual_difference=differences[math.ceil(MOST * count) - 1] if count else 0.0,
+        num_unusual=num_unusual,
+        drifts=count >= MIN_TOKENS and num_unusual > FEW * count,
     )
 
 
@@ -128,7 +157,7 @@ def _compare_request(number: int, expected: Answer, found: Answer, rules: Rules)
         if ours is not None and theirs is not None:
             before, after = expected.logprobs[token], found.logprobs[token]
             difference = _largest_difference(before, after)
-            result.largest = max(result.largest, difference)
+            result.differences.append(difference)
             if ours != theirs and difference <= rules.logprob and _is_tie(ours, theirs, before, after, rules):
                 result.num_ties += 1
                 result.num_tokens -= 1

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hocket.bench.overlap import check_ranks, refuse_forced_split
-from hocket.config.backends import EP_TRANSPORTS
+from hocket.config.backends import NCCL_TRANSPORTS
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError
+from hocket.verify.compare import EPS
 from hocket.verify.workload import Workload
 
 NUM_UBATCHES = (2, 3)
@@ -19,23 +20,27 @@ _STEP_SHARE = 2 / 3
 @dataclass(frozen=True)
 class Configuration:
     """One way to run the prompts. is_restarted: on ranks that were started anew for it (or for the one before, which
-    is restarted too)."""
+    is restarted too). is_reversed: the last prompt comes first, so that others share their steps."""
 
     options: Options
     transport: str
     num_ubatches: int
-    is_restarted: bool
+    is_restarted: bool = False
+    is_reversed: bool = False
 
     @property
     def name(self) -> str:
         """`2 ubatches, torch, restarted`."""
         parts = "overlap off" if self.num_ubatches == 1 else f"{self.num_ubatches} ubatches"
-        return f"{parts}, {self.transport}" + ", restarted" * self.is_restarted
+        return (
+            f"{parts}, {self.transport}" + ", restarted" * self.is_restarted + ", prompts reversed" * self.is_reversed
+        )
 
 
 def configurations(options: Options, work: Workload) -> tuple[list[Configuration], list[str]]:
     """Overlap off, then each number of ubatches, on each transport; at last off and the fewest ubatches once more, on
-    new ranks. All others are compared with the first. Besides, why transports were left out that cannot run here.
+    new ranks. All others are compared with the first. In half precision the second is the first with the prompts
+    reversed, which tells how much the dtype alone changes. Besides, why transports were left out that cannot run here.
 
     Thresholds are as low as can be, and a step holds less than the longest prompt unless options say otherwise.
 
@@ -52,10 +57,11 @@ def configurations(options: Options, work: Workload) -> tuple[list[Configuration
         skip_tokenizer_init=options.skip_tokenizer_init or work.prompts_file is None,
     )
     refuse_forced_split(base, f"{where}, which decides what is split")
-    first = resolve(base).parallel.all2all_backend
+    config = resolve(base)
+    first = config.parallel.all2all_backend
     transports = [first]
     if options.all2all_backend == "auto":
-        transports += [name for name in EP_TRANSPORTS if name != first]
+        transports += [name for name in NCCL_TRANSPORTS if name != first]
     sizes = sorted({*NUM_UBATCHES, options.ubatch_size} - {0, 1})
     made: list[Configuration] = []
     skipped: list[str] = []
@@ -70,7 +76,8 @@ def configurations(options: Options, work: Workload) -> tuple[list[Configuration
             skipped.append(str(error))
         else:
             made += some
-    return [*made, *(replace(one, is_restarted=True) for one in made[:2])], skipped
+    noise = [replace(made[0], is_reversed=True)] * (config.dtype in EPS and not config.deterministic)
+    return [made[0], *noise, *made[1:], *(replace(one, is_restarted=True) for one in made[:2])], skipped
 
 
 def _one(base: Options, transport: str, num_ubatches: int) -> Configuration:
@@ -82,7 +89,7 @@ def _one(base: Options, transport: str, num_ubatches: int) -> Configuration:
             dbo_decode_token_threshold=num_ubatches,
             dbo_prefill_token_threshold=num_ubatches,
         )
-    return Configuration(options, transport, num_ubatches, False)
+    return Configuration(options, transport, num_ubatches)
 
 
 def _step_tokens(options: Options, work: Workload) -> int | None:

@@ -104,6 +104,8 @@ def verify(
                 row = _row(one, first.splits, compare(first.answers, first.answers, rules), None)
             else:
                 row = _checked(ranks, one, prompts, work, first, rules)
+                if one.is_reversed and row["comparison"] is not None:
+                    rules = rules.measured(row["comparison"]["usual_difference"], config.dtype)
             rows.append(row | {"pids": ranks.pids})
     assert first is not None
     problems = [f"{row['name']}: {row['problem']}" for row in rows if row["problem"]]
@@ -133,7 +135,7 @@ def _checked(
         raise
     except HocketError as error:
         return _row(one, Splits(), None, None, error=error)
-    if not first.states:
+    if not first.states or one.is_reversed:
         return _row(one, splits, comparison, None)
     try:
         states = _states(ranks, one, prompts, first.answers)
@@ -143,19 +145,21 @@ def _checked(
 
 
 def _run(ranks: Ranks, one: Configuration, prompts: Sequence[Any], work: Workload) -> Run:
-    """All prompts on an engine of its own."""
+    """All prompts on an engine of its own; what it gave is in their order, whichever they were asked in."""
+    order = slice(None, None, -1 if one.is_reversed else 1)
     params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True, logprobs=TOP)
     with ranks.llm(one.options) as llm:
         llm.stats(reset=True)
-        results = llm.generate(list(prompts), params, use_tqdm=False, data_parallel_rank=_places(prompts, one))
+        results = llm.generate(list(prompts[order]), params, use_tqdm=False, data_parallel_rank=_places(prompts, one))
         splits = check_splits(llm.stats(), one.num_ubatches)
         step_tokens = llm.config.scheduler.max_num_batched_tokens
+    results = results[order]
     lengths = [len(result.prompt_token_ids) for result in results]
     return Run([_answer(result) for result in results], lengths, splits, step_tokens, [])
 
 
 def _places(prompts: Sequence[Any], one: Configuration) -> list[int]:
-    """A prompt is on the same rank in every configuration."""
+    """A prompt is on the same rank in every configuration (but where they are reversed)."""
     return [i % one.options.data_parallel_size for i in range(len(prompts))]
 
 
@@ -195,7 +199,7 @@ def _row(
     if error is not None:
         problem = f"{type(error).__name__}: {error}"
     elif comparison is not None and not comparison.agrees:
-        problem = "other answers"
+        problem = "answers drift" if comparison.first is None else "other answers"
     elif bisection is not None and bisection.first is not None:
         problem = "other hidden states"
     elif splits.problem is not None:

@@ -46,6 +46,11 @@ def _about(report: dict[str, Any]) -> Iterator[str]:
             f"tokens must be equal where the two are not within {rules['tie']:g} of each other, log-probabilities "
             f"within {rules['logprob']:g}"
         )
+    if rules["usual"] is not None:
+        yield (
+            f"and but for one token in five within {rules['usual']:.2g}, twice what the dtype alone changes: measured "
+            "with the prompts reversed"
+        )
     for what in report["not_exercised"]:
         yield f"not exercised by these prompts: {what}"
     for why in report["skipped"]:
@@ -90,10 +95,15 @@ def _hints(row: Row, rules: dict[str, Any]) -> Iterator[str]:
     first = None if found is None else found["first"]
     if first is not None:
         yield f"  {_difference(first)}"
+    if found is not None and found["drifts"]:
+        yield (
+            f"  {found['num_unusual']} of {found['num_compared']} tokens have a log-probability that differs by over "
+            f"{rules['usual']:.2g}"
+        )
     if found is not None and row["splits"]["problem"] and "not a verification" not in row["problem"]:
         yield f"  not a verification either: {row['splits']['problem']}"
     if bisection is not None:
-        is_clean = bisection["first"] is None and first is None
+        is_clean = bisection["first"] is None and found is not None and first is None and not found["drifts"]
         yield f"  {_layers_agree(bisection) if is_clean else bisected(bisection, rules['state'])}"
 
 

@@ -5,20 +5,24 @@ Of each ubatch it keeps those of one sparse layer, the last, whose rows then sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.trace.spans import Stage
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import T, Transfer
 
 STAGES = (Stage.DISPATCH, Stage.COMBINE)
+Key = tuple[Stage, int]
+"""Of which ubatch."""
 
 
 class KeptTransfers(Transport):
@@ -36,15 +40,17 @@ class KeptTransfers(Transport):
         self.inner = inner
         self.ubatch = 0
         self._moves = True
-        self._steps: dict[str, dict[tuple[Stage, int], Transfer[Any]]] = {}
-        self._kept: dict[tuple[Stage, int], Transfer[Any]] = {}
+        self._step = ""
+        self._steps: dict[str, dict[Key, Transfer[Any]]] = {}
+        self._kept: dict[Key, Transfer[Any]] = {}
+        self._results: dict[tuple[str, Key], Any] = {}
 
     def select(self, step: str, *, moves: bool) -> None:
         """Whose transfers these are from now on."""
-        self._kept = self._steps.setdefault(step, {})
+        self._step, self._kept = step, self._steps.setdefault(step, {})
         self._moves = moves
 
-    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         return self._given(Stage.DISPATCH, self.inner.prepare(x, topk_ids, topk_weights, layout))
 
     def finalize(self, expert_out: Tensor, handle: Handle) -> Transfer[Tensor]:
@@ -55,9 +61,15 @@ class KeptTransfers(Transport):
         key = stage, self.ubatch if context is None else context.idx
         if self._moves:
             self._kept[key] = transfer
-            return transfer
+            return replace(transfer, result=partial(self._held, key, transfer.result))
         kept: Transfer[T] = self._kept[key]
         return Transfer(send=_nothing, result=kept.result, num_bytes=_no_bytes)
+
+    def _held(self, key: Key, result: Callable[[], T]) -> T:
+        """The result, whose memory stays: a captured step reads it after the transport has received into another."""
+        found = result()
+        self._results[self._step, key] = found
+        return found
 
     def move(self, num_layers: int) -> None:
         """What is kept travels again, `num_layers` times: of every ubatch the dispatch, then of every one the combine.

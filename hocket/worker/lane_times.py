@@ -29,6 +29,7 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.side import INLINE, SideStream
 from hocket.overlap.cost import TokenCost, wished_cuts
 from hocket.overlap.slices import Cut, cut_batch, equal_bounds
+from hocket.overlap.sm_budget import UNLIMITED
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
 from hocket.worker.capture import GraphPool, TimeLimit
@@ -64,6 +65,8 @@ class LaneTimes:
         self._layers = [module for module in runner.model.modules() if isinstance(module, MoELayer)]
         self.captured = asked.phase == "decode" and fitting_size(runner.graph_config.sizes, asked.num_tokens) > 0
         self.num_bytes: dict[str, int] = {}
+        if self.captured:
+            self._pool = GraphPool()
         batch = self._batch()
         self._last_rows = _last_rows(batch, self._device)
         whole = build_inputs(batch, batch.num_tokens, runner.config.cache.block_size, self._device)
@@ -72,7 +75,7 @@ class LaneTimes:
     def measure(self) -> dict[str, list[float]]:
         """µs of a step by name ("compute", "compute_halves", "comm", "comm_halves", "output"), one of each repeat, in
         turn."""
-        with transfers_kept(self._layers) as kept:
+        with transfers_kept(self._layers) as kept, self._all_of_the_device():
             for step, parts in self._parts.items():
                 kept.select(step, moves=True)
                 self._run(parts)
@@ -103,7 +106,7 @@ class LaneTimes:
             work()
             return work
         with self._side(step):
-            return GraphPool().capture(work).replay
+            return self._pool.capture(work).replay
 
     def _run(self, parts: tuple[UBatchInputs, ...]) -> None:
         """A step as the engine runs it without a graph."""
@@ -133,6 +136,16 @@ class LaneTimes:
         if self._last_rows is not None:
             rows = rows[self._last_rows]
         greedy(self._model.compute_logits(rows))
+
+    @contextmanager
+    def _all_of_the_device(self) -> Iterator[None]:
+        """A lane alone leaves no multiprocessors to the other one."""
+        executor = self._runner.executor
+        budget, executor.budget = executor.budget, UNLIMITED
+        try:
+            yield
+        finally:
+            executor.budget = budget
 
     @contextmanager
     def _side(self, step: str) -> Iterator[None]:

@@ -24,7 +24,12 @@ from hocket.worker.made_batch import made_batch, num_blocks_of, prompt_lens
 
 
 def step_bytes(
-    model: CausalLM, executor: UBatchExecutor, config: EngineConfig, device: torch.device, time_limit: TimeLimit
+    model: CausalLM,
+    executor: UBatchExecutor,
+    config: EngineConfig,
+    device: torch.device,
+    time_limit: TimeLimit,
+    on_progress: Callable[[int, int], None],
 ) -> int:
     """Most bytes that a step of max_num_batched_tokens takes on the GPU `device` while it runs, logits included.
 
@@ -49,8 +54,9 @@ def step_bytes(
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
-    needed = peak_bytes(whole, largest)
-    for num_tokens in split_sizes(config):
+    needed, sizes = peak_bytes(whole, largest), split_sizes(config)
+    for done, num_tokens in enumerate(sizes):
+        on_progress(done, len(sizes))
         what = f"compiling what a step of {num_tokens} tokens in {config.overlap.num_ubatches} ubatches runs"
         with time_limit(what), executor.patient(config.graphs.capture_timeout_s):
             needed = max(needed, peak_bytes(split, batch_of(config, num_tokens)))

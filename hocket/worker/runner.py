@@ -26,7 +26,9 @@ from hocket.models.base import CausalLM, UBatchInputs
 from hocket.models.loader import LoadReport, dummy_weights, load_weights
 from hocket.models.registry import build_model
 from hocket.moe.factory import MoEFactory, experts_classes
+from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
+from hocket.moe.transport.base import StepSizes
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
@@ -36,6 +38,7 @@ from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 from hocket.worker import split_worth
 from hocket.worker.capture import TimeLimit
+from hocket.worker.expert_load import ExpertLoad
 from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
@@ -62,6 +65,8 @@ class Runner:
             config.model.moe.num_experts, mesh.ep_size, config.parallel.expert_placement_strategy
         )
         factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
+        self._transport = factory.transport
+        self._transport.open(StepSizes.of(config, len(mesh.node_ranks)))
         link = config.parallel.emulated_link
         if link is not None:
             factory.transport = LinkEmulator(
@@ -78,8 +83,11 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
+            self._transport.send_fp8()
         if config.deterministic:
             check_batch_invariance(self.model, backends.kernels)
+        self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
         self._prompt_logprobs = PromptLogprobs()
@@ -98,17 +106,17 @@ class Runner:
             budget_of(self.model, factory.transport, config, mesh.device),
         )
         try:
-            self._allocate(dtype, time_limit)
+            self._allocate(dtype, on_progress, time_limit)
             self._capture(on_progress, time_limit)
         except BaseException:
             self.executor.close()
             raise
 
-    def _allocate(self, dtype: torch.dtype, time_limit: TimeLimit) -> None:
+    def _allocate(self, dtype: torch.dtype, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         """The KV cache, and the ids that the last step sampled, where the next one may need them."""
         config, device, block_size = self.config, self.mesh.device, self.config.cache.block_size
         block_bytes = bytes_per_block(config.model, dtype, block_size)
-        free_bytes = self._free_bytes(time_limit)
+        free_bytes = self._free_bytes(on_progress, time_limit)
         self.num_blocks = num_cache_blocks(config, block_bytes, free_bytes, self._ranks_per_device())
         self.cache_bytes = self.num_blocks * block_bytes
         num_allocated = self.num_blocks + bool(self.graph_config.sizes)  # the last one is the padding rows'
@@ -130,10 +138,9 @@ class Runner:
             executor=self.executor,
             num_ubatches=self.config.overlap.num_ubatches,
         )
-        progress = partial(on_progress, "capture")
-        self.graphs.capture(parts, self.graph_config, time_limit, progress)
+        self.graphs.capture(parts, self.graph_config, time_limit, partial(on_progress, "capture"))
         if sizes := self.graph_config.split_sizes:
-            compared = split_worth.compare(self.graphs, parts, sizes, time_limit)
+            compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
                 split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
 
@@ -167,12 +174,13 @@ class Runner:
             self.model, self.config.model_path, on_progress=lambda done, total: on_progress("load", done, total)
         )
 
-    def _free_bytes(self, time_limit: TimeLimit) -> int:
+    def _free_bytes(self, on_progress: OnProgress, time_limit: TimeLimit) -> int:
         """What the KV cache may take a share of: on a GPU what the largest step leaves."""
         device = self.mesh.device
         if device.type == "cpu":
             return available_bytes(device)
-        needed = step_bytes(self.model, self.executor, self.config, device, time_limit)
+        progress = partial(on_progress, "warm up")
+        needed = step_bytes(self.model, self.executor, self.config, device, time_limit, progress)
         torch.cuda.empty_cache()
         return available_bytes(device) - needed
 
@@ -234,6 +242,7 @@ class Runner:
         """
         if self._states is not None:
             self._states.begin_step(batch, ubatches)
+        self.expert_load.begin_step(plan.step)
         hidden = join(self.executor.run(ubatches, self.kv_caches, "decode" if plan.uniform_query else "prefill"))
         starts = [0, *accumulate(scheduled.num_tokens for scheduled in batch.requests)]
         ends = zip(starts[1:], batch.requests, strict=True)
@@ -306,8 +315,9 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers."""
+        """End the ubatch workers, and give back what transfers took. All ranks together."""
         self.executor.close()
+        self._transport.close()
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""

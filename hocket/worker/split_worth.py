@@ -7,14 +7,14 @@ requests: tokens from all over the vocabulary, whose contexts are zeros in the p
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hocket.cache.storage import block_of, num_blocks_of
 from hocket.worker.capture import TimeLimit
-from hocket.worker.graphs import DecodeGraphs, Parts
+from hocket.worker.graphs import DecodeGraphs, Parts, name_of
 from hocket.worker.inputs import HostInputs
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,13 @@ class Compared:
         return self.split_us > NOISE * self.whole_us
 
 
-def compare(graphs: DecodeGraphs, parts: Parts, sizes: Sequence[int], time_limit: TimeLimit) -> list[Compared]:
+def compare(
+    graphs: DecodeGraphs,
+    parts: Parts,
+    sizes: Sequence[int],
+    time_limit: TimeLimit,
+    on_progress: Callable[[int, int], None],
+) -> list[Compared]:
     """Both graphs of each of `sizes`, in contexts of `context_of(parts)` tokens. All ranks of a group together."""
     for cache in parts.kv_caches:
         block_of(cache, num_blocks_of(cache) - 1).zero_()
@@ -48,8 +54,12 @@ def compare(graphs: DecodeGraphs, parts: Parts, sizes: Sequence[int], time_limit
         graph.replay(stand_ins(size, context_of(parts), block, block_size, parts.model.config.vocab_size))
         return graph.replay_us(REPLAYS)
 
-    with time_limit("comparing CUDA graphs of whole steps with those of ubatches"):
-        return [Compared(size, replay_us(size, 1), replay_us(size, parts.num_ubatches)) for size in sizes]
+    found = []
+    for done, size in enumerate(sizes):
+        on_progress(done, len(sizes))
+        with time_limit(f"replaying the {name_of(size, 1)} and as {parts.num_ubatches} ubatches"):
+            found.append(Compared(size, replay_us(size, 1), replay_us(size, parts.num_ubatches)))
+    return found
 
 
 def context_of(parts: Parts) -> int:

@@ -8,13 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hocket.metrics.histogram import Histogram
 from hocket.overlap.vote import Reason, StepPlan
 from hocket.scheduler.batch import Phase
+from hocket.ubatch.times import StepTimes
 from hocket.worker.laps import PARTS
 from hocket.worker.pace import Pace
 
 WINDOW = 4096
 """Durations kept per part for medians and spreads; sums go over all steps."""
+UBATCH_BOUNDS = (0, *(2**i for i in range(15)))
+"""Buckets for the tokens of a ubatch."""
+KINDS = ("dispatch", "combine")
+"""Of transfers."""
 
 
 @dataclass(slots=True)
@@ -22,9 +28,9 @@ class StepRecord:
     """What one step was on this rank.
 
     phase: of this rank's own batch; a rank without requests is idle also where the others work. ubatches: (this rank's
-    tokens, rows every rank counts) of each ubatch; empty where the model did not run. us: durations by part. comm_us:
-    the time of its transfers; exposed_us: the part of it that compute stood still for (None: nobody timed them, as on
-    a GPU); comm_bytes: what was sent, as far as it was counted: nobody counts what a CUDA graph sends.
+    tokens, rows every rank counts) of each ubatch; empty where the model did not run. us: durations by part. times: of
+    its transfers and hand-overs; is_timed: whether those of transfers are known, which a GPU does not tell. Nobody
+    counts what a CUDA graph sends.
     """
 
     plan: StepPlan
@@ -32,9 +38,8 @@ class StepRecord:
     ubatches: tuple[tuple[int, int], ...] = ()
     us: Mapping[str, float] = field(default_factory=dict)
     has_failed: bool = False
-    comm_us: float | None = None
-    exposed_us: float | None = None
-    comm_bytes: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
+    is_timed: bool = False
 
 
 class StepStats:
@@ -58,10 +63,11 @@ class StepStats:
         self.forwards = 0
         self.split = 0
         self.timed = 0
-        self.comm_us = self.exposed_us = 0.0
-        self.comm_bytes = 0
+        self.times = StepTimes()
         self.failed = 0
         self.ubatch_tokens: dict[str, int] = {}
+        self.ubatch_sizes = Histogram(UBATCH_BOUNDS)
+        self.last_split: dict[str, bool] = {}
         self.graphs: dict[str, int] = {}
         self.requests_finished: dict[str, int] = {}
         self._sums = dict.fromkeys(PARTS, 0.0)
@@ -78,21 +84,22 @@ class StepStats:
         if record.ubatches:
             self._count_forward(record)
         if record.ubatches and not record.has_failed:
-            self.pace.step(record.phase, record.plan.num_tokens, record.comm_us or 0.0, record.exposed_us or 0.0)
+            times = record.times
+            self.pace.step(record.phase, record.plan.num_tokens, times.comm_ns / 1e3, times.exposed_ns / 1e3)
         else:
             self.pace.interrupt()
 
     def _count_forward(self, record: StepRecord) -> None:
         self.forwards += 1
         add(self.graphs, record.plan.graph.label)
-        if record.comm_us is not None and record.exposed_us is not None:
-            self.timed += 1
-            self.comm_us += record.comm_us
-            self.exposed_us += record.exposed_us
-        self.comm_bytes += record.comm_bytes
+        self.timed += record.is_timed
+        self.times.add(record.times)
+        self.last_split[record.phase] = len(record.ubatches) > 1
         if len(record.ubatches) > 1:
             self.split += 1
             add(self.ubatch_tokens, "+".join(str(num_tokens) for num_tokens, _ in record.ubatches))
+            for num_tokens, _ in record.ubatches:
+                self.ubatch_sizes.add(num_tokens)
         if record.has_failed:
             return
         for part, duration in record.us.items():
@@ -103,13 +110,15 @@ class StepStats:
     def count_finished(self, reason: str) -> None:
         add(self.requests_finished, reason)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything as plain values. Times in µs: `sum` over all steps, the rest over the last WINDOW steps.
+    def totals(self) -> dict[str, Any]:
+        """All sums as plain values of bounded size; quick enough to ask for while steps run.
 
         overlap.steps are all steps, overlap.forwards those in which the model ran on this rank, overlap.timed those of
-        them whose transfers were timed, which comm_us and exposed_comm_us are of. graphs: forwards by whether they ran
-        in a CUDA graph, or why not (GraphReason).
+        them whose transfers were timed, which all µs of them are of; last_split: whether the last one of each phase was
+        split. graphs: forwards by whether they ran in a CUDA graph, or why not (GraphReason). comm: by kind, µs of
+        transfers, the exposed part of them, and bytes sent. part_us: sums by part of a step.
         """
+        times = self.times
         return {
             "steps": self.steps,
             "phases": dict(self.phases),
@@ -123,12 +132,27 @@ class StepStats:
                 "split": self.split,
                 "timed": self.timed,
                 "reasons": {phase: dict(reasons) for phase, reasons in self.reasons.items()},
-                "ubatch_tokens": dict(self.ubatch_tokens),
-                "comm_us": self.comm_us,
-                "exposed_comm_us": self.exposed_us,
-                "comm_bytes": self.comm_bytes,
+                "comm_us": times.comm_ns / 1e3,
+                "exposed_comm_us": times.exposed_ns / 1e3,
+                "comm_bytes": times.comm_bytes,
+                "comm": {
+                    kind: {"us": one.ns / 1e3, "exposed_us": one.exposed_ns / 1e3, "bytes": one.num_bytes}
+                    for kind, one in zip(KINDS, (times.dispatch, times.combine), strict=True)
+                },
+                "hand_over_us": times.hand_over_ns / 1e3,
+                "last_split": dict(self.last_split),
+                "ubatch_sizes": self.ubatch_sizes.snapshot(),
             },
             "graphs": dict(self.graphs),
+            "part_us": dict(self._sums),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """`totals`, the splits by ubatches' tokens, and times in µs: `sum` over all steps, the rest over the last
+        WINDOW."""
+        found = self.totals()
+        found["overlap"]["ubatch_tokens"] = dict(self.ubatch_tokens)
+        return found | {
             "times_us": {part: _figures(self._recent[part], self._sums[part]) for part in PARTS},
             "step_us": _figures(self._step_us, sum(self._sums.values())),
             "pace": self.pace.snapshot(),

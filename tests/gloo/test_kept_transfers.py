@@ -13,12 +13,12 @@ from ranks import RankEnv, RankPool
 from test_transports import HIDDEN, make_layer
 from torch import Tensor
 
+from hocket.config.backends import NCCL_TRANSPORTS
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
 from hocket.moe.base import TokenLayout
 from hocket.moe.layer import MoELayer
 from hocket.moe.transport.link_emulator import LinkEmulator
-from hocket.moe.transport.registry import TRANSPORTS
 from hocket.worker.kept_transfers import KeptTransfers, transfers_kept
 
 CPU = torch.device("cpu")
@@ -95,8 +95,31 @@ def check(env: RankEnv, name: str, is_emulated: bool) -> tuple[int, int, int]:
     return in_steps, in_compute, sum(moved) - in_compute
 
 
+@torch.inference_mode()
+def received_memory(env: RankEnv) -> list[bool]:
+    """Whether what was received in the step is there still, after it has been received once more into other memory."""
+    mesh = Mesh(rank=env.rank, world_size=2, device=CPU, ep_group=env.groups[2])
+    layer = make_layer(mesh, "torch", "grouped_mm")
+    seen: list[Any] = []
+    experts = type(layer.experts).forward
+
+    def spied(self: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        seen.append(x.untyped_storage()._weak_ref())
+        return experts(self, x, ids, weights)
+
+    with patch.object(type(layer.experts), "forward", spied), transfers_kept([layer]) as kept:
+        for _ in range(2):
+            run(layer, kept, "", made_parts(env.rank)[:1], moves=True)
+        kept.move(2)
+        return [not torch.UntypedStorage._expired(storage) for storage in seen]
+
+
+def test_what_a_captured_step_reads_stays(pool: RankPool) -> None:
+    assert pool.run(received_memory) == [[False, True]] * 2, "of the last layer, as its transfers"
+
+
 @pytest.mark.parametrize("is_emulated", [False, True])
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 def test_each_lane_alone(pool: RankPool, name: str, is_emulated: bool) -> None:
     for in_steps, in_compute, alone in pool.run(check, name, is_emulated):
         assert in_steps > 0

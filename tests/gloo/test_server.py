@@ -80,6 +80,23 @@ def test_the_answers_are_those_of_llm(served: Served) -> None:
         assert all(rank["overlap"]["split"] == 0 for rank in after)
 
 
+def test_r111_every_rank_counts_its_requests(served: Served) -> None:
+    def value(name: str, rank: int, more: str = "") -> float:
+        connection = served.connect()
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        found = [line for line in lines if line.startswith(name) and f'engine="{rank}"' in line and more in line]
+        return sum(float(line.split()[-1]) for line in found)
+
+    name = "hocket:request_success_total"
+    before = [value(name, rank) for rank in range(2)]
+    assert served.post(COMPLETIONS, greedy("") | {"prompt": PROMPTS})[0] == 200
+    assert [value(name, rank) - before[rank] for rank in range(2)] == [4, 4]
+    split = value("hocket:overlap_steps_total", 0, 'reason="split"')
+    assert (split > 0) == (served.llm.config.overlap.num_ubatches > 1)
+
+
 def test_r010_logprobs_after_a_batch_are_finite(served: Served) -> None:
     together = greedy("", logprobs=5, echo=True) | {"prompt": PROMPTS}
     for body in (together, greedy("In the beginning", logprobs=5)):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ranks import RankEnv, RankPool, RanksFailed
 from torch import Tensor, nn
 
-from hocket.config.backends import CPU_EXPERTS, PLACEMENTS
+from hocket.config.backends import CPU_EXPERTS, NCCL_TRANSPORTS, PLACEMENTS
 from hocket.dist import collectives
 from hocket.dist.mesh import Mesh
 from hocket.errors import CapacityError, HocketError, RankLost, StepDesync
@@ -27,7 +27,7 @@ from hocket.moe.factory import MoEFactory
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import Dispatched, Handle, Transport
-from hocket.moe.transport.registry import TRANSPORTS, build_transport
+from hocket.moe.transport.registry import build_transport
 from hocket.moe.transport.rows import RowFormat
 from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
@@ -121,7 +121,7 @@ def check_case(env: RankEnv, case: Case) -> None:
     everything = make_experts(case, "reference")
     expected = everything(x, ids, weights).float()
     assert expected.isfinite().all()
-    for name in TRANSPORTS:
+    for name in NCCL_TRANSPORTS:
         transport = make_transport(env, case, name)
         for backend in CPU_EXPERTS:
             experts = make_experts(case, backend, env.rank)
@@ -224,7 +224,7 @@ def check_interleaved(env: RankEnv, name: str) -> None:
         torch.testing.assert_close(out, everything(*inputs[index]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 def test_two_calls_may_be_under_way(pool: RankPool, name: str) -> None:
     pool.run(check_interleaved, name, num_ranks=2)
 
@@ -262,7 +262,7 @@ def refused(env: RankEnv, name: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 def test_ids_out_of_range(pool: RankPool, name: str) -> None:
     for messages in pool.run(refused, name, num_ranks=2):
         assert "from -2 to 1" in messages[0]
@@ -306,7 +306,7 @@ def check_layer(env: RankEnv, transport: str, backend: str) -> list[int]:
 
 
 @pytest.mark.parametrize("backend", CPU_EXPERTS)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", NCCL_TRANSPORTS)
 def test_layer_on_three_ranks(pool: RankPool, transport: str, backend: str) -> None:
     pool.run(check_layer, transport, backend, num_ranks=3)
 
@@ -379,7 +379,7 @@ def skip_one(env: RankEnv, name: str, what: str, where: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", NCCL_TRANSPORTS)
 @pytest.mark.parametrize("what", ["one", "both"])
 @pytest.mark.parametrize(("where", "number"), [("dispatch", 2), ("combine", 1)])
 def test_a_rank_at_another_transfer_is_named(pool: RankPool, name: str, what: str, where: str, number: int) -> None:

@@ -163,6 +163,28 @@ def test_a_fault_is_found_and_where_it_is(command: Command, fault: str) -> None:
     assert FOUND[fault] in hint[2]
 
 
+def test_half_precision_allows_one_token_much_but_not_all_a_little(command: Command) -> None:
+    code, out = command("", "--dtype", "bfloat16")
+    assert code == 0
+    report = report_of(out)
+    _, reversed_, *others = report["rows"]
+    assert reversed_["name"].endswith("prompts reversed")
+    noise = reversed_["comparison"]["usual_difference"]
+    assert report["rules"]["usual"] == pytest.approx(max(2 * noise, 8 / 128))
+    assert {row["num_ubatches"] for row in others} == {1, 2, 3}
+    code, out = command("weights a little larger in one layer", "--dtype", "bfloat16")
+    assert code == 1
+    report = report_of(out)
+    wrong = [row for row in report["rows"] if row["problem"]]
+    assert [row["num_ubatches"] for row in wrong] == [2, 3, 2]
+    for row in wrong:
+        comparison = row["comparison"]
+        assert comparison["first"] is None, "each token alone is within what one may differ"
+        assert row["problem"] == "answers drift"
+        assert comparison["num_unusual"] > 0.2 * comparison["num_compared"]
+    assert "tokens have a log-probability that differs by over" in out
+
+
 def test_steps_that_were_not_split_verify_nothing(command: Command) -> None:
     code, out = command("never split")
     assert code == 1

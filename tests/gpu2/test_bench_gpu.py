@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,13 +17,18 @@ SHAPE = str(ROOT / "benchmarks" / "shapes" / "deepseek-v2-lite")
 COMMON = ("--model", SHAPE, "--load-format", "dummy", "--data-parallel-size", "2", "--enable-expert-parallel")
 
 
-def report_of(verb: str, *args: str) -> dict[str, Any]:
+def hocket(*args: str) -> str:
+    """What a command prints."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "hocket.cli.main", "bench", verb, *COMMON, *args]
+    command = [sys.executable, "-m", "hocket.cli.main", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    print(done.stdout.rpartition("\n{")[0])
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(done.stdout.rpartition("\n{")[0], done.stderr)
+    return done.stdout
+
+
+def report_of(verb: str, *args: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(hocket("bench", verb, *COMMON, *args).splitlines()[-1])
     return found
 
 
@@ -62,3 +68,48 @@ def test_a_layer_in_graphs_and_without() -> None:
         assert 0 < row["floor_us"] < row["experts_us"]["median"]
     eager = report_of("layer", *sweep, *rates, "--enforce-eager")["rows"]
     assert all(len(row["eager_parts"]) == 5 and not row["graphs"] for row in eager)
+
+
+FEW = ("--num-layers", "3", "--num-dense-layers", "0", "--slice-of-ep", "8", "--context", "256", "--repeats", "2")
+STRATEGIES = ("--strategies", "serial,dual_batch", "--max-num-batched-tokens", "1024", "--tokens-per-gpu", "32")
+RATES = ("--bytes-per-s", "4.3e12", "--flops-per-s", "7.8e14")
+LINK_US = 500.0
+
+
+@pytest.mark.parametrize("transport", ["allgather_reducescatter", "torch"])
+def test_each_lane_of_a_split_step_alone(transport: str) -> None:
+    link = ("--emulate-link-gb-per-s", "10", "--emulate-link-latency-us", str(LINK_US), "--enforce-eager")
+    rows = report_of("step", *FEW, *STRATEGIES, *RATES, *link, "--all2all-backend", transport)["rows"]
+    assert [(row["phase"], row["strategy"]) for row in rows] == [
+        (phase, strategy) for phase in ("decode", "prefill") for strategy in ("serial", "dual_batch")
+    ]
+    for row in rows:
+        serial = row["strategy"] == "serial"
+        assert not row["lanes"]["graphs"]
+        for name, count in (("comm", 3 * 2), ("comm_halves", 3 * 2 * 2)):
+            link_us = row["lanes"]["bytes"][name] / 10e3 + count * LINK_US
+            assert link_us <= row[f"{name}_us"] <= 1.5 * link_us, name
+        assert row["output_us"] < row["compute_us"] <= 1.2 * row["serial_us"]
+        assert row["exposed_from"] == "profile"
+        assert 0 < row["kernels"]["exposed_comm_us"] <= row["kernels"]["comm_us"] * 1.001
+        if serial:  # beside it are the shared experts alone
+            assert row["exposed_comm_us"] >= 0.5 * row["comm_us"]
+        else:
+            assert row["step_us"] >= 0.9 * row["bound_us"]
+
+
+def test_lanes_of_decodes_are_captured() -> None:
+    rows = report_of("step", *FEW, *STRATEGIES, *RATES, "--phase", "decode", "--cudagraph-capture-sizes", "32")["rows"]
+    row = rows[0]
+    assert (row["strategy"], row["graphs"], row["lanes"]["graphs"]) == ("serial", True, True)
+    assert 0 < row["output_us"] < row["compute_us"] <= row["compute_halves_us"] * 1.1
+    assert row["compute_us"] + row["comm_us"] <= 2 * row["step_us"]
+
+
+def test_a_trace_has_times_of_both_lanes(tmp_path: Path) -> None:
+    shape = ("--enable-dbo", "--dbo-prefill-token-threshold", "64", "--prompt-len", "1024", "--num-steps", "2")
+    out = hocket("trace", *COMMON, *shape, "--emulate-link-gb-per-s", "10", "--output", str(tmp_path / "trace"))
+    assert "no CUDA graphs" in out
+    for figures in json.loads((tmp_path / "trace.json").read_text())["otherData"]["figures_us"]:
+        assert 0 < figures["hidden"] < figures["comm"] < figures["step"]
+        assert 0 < figures["compute"] < figures["step"]

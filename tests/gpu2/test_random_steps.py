@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from answers import greedy, settled_stats
+from answers import assert_as_good, greedy, ids_of, settled_stats
 from counters import assert_add_up
 from gloo_groups import Groups
 from test_gpu_engine import fp32
@@ -22,8 +22,8 @@ LEAST_STEPS = 500
 MAX_TOKENS = 300
 """Of one rank's step."""
 ASKED_TOGETHER = 24
-TIE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest difference of two log-probabilities between which rounding may choose."""
+SAMPLE = 7
+"""One answer of so many is held against transformers', which takes its time."""
 MAX_GROWTH_BYTES = 8 << 20
 """Of a GPU's used memory, from the first quarter of the steps to the end."""
 OVERLAP = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 4}
@@ -55,7 +55,7 @@ def run(llm: LLM, num_rounds: int | None) -> tuple[list[RequestOutput], int]:
     seed = 0
     while seed != num_rounds:
         prompts, lengths, ranks = requests_of(seed)
-        params = [greedy(length, logprobs=2) for length in lengths]
+        params = [greedy(length) for length in lengths]
         results += llm.generate(prompts, params, data_parallel_rank=ranks, use_tqdm=False)
         seed += 1
         steps = llm.stats()[0]["steps"]
@@ -68,21 +68,7 @@ def run(llm: LLM, num_rounds: int | None) -> tuple[list[RequestOutput], int]:
     return results, seed
 
 
-def assert_same(one: RequestOutput, other: RequestOutput, tie: float) -> None:
-    """The ids are equal up to a place where the two candidates are a tie."""
-    ids, others = one.outputs[0].token_ids, other.outputs[0].token_ids
-    different = next((i for i, pair in enumerate(zip(ids, others, strict=True)) if pair[0] != pair[1]), None)
-    if different is None:
-        return
-    logprobs = one.outputs[0].logprobs
-    assert logprobs is not None
-    place = {token: value.logprob for token, value in logprobs[different].items()}
-    assert others[different] in place, f"token {different} is {others[different]}, not among {place}"
-    gap = abs(place[ids[different]] - place[others[different]])
-    assert gap < tie, f"token {different} is {others[different]} instead of {ids[different]}, {gap:.3f} better"
-
-
-@pytest.mark.parametrize("dtype", TIE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("transport", ["torch", "allgather_reducescatter"])
 def test_random_steps(groups: Groups, checkpoints: Callable[..., Path], transport: str, dtype: str) -> None:
     options: dict[str, Any] = fp32() if dtype == "float32" else dict(BF16)
@@ -95,5 +81,6 @@ def test_random_steps(groups: Groups, checkpoints: Callable[..., Path], transpor
         assert found["split"] >= LEAST_STEPS / 4, found
     with groups.llm(path, 2, **options) as llm:
         whole, _ = run(llm, num_rounds)
-    for one, other in zip(whole, split, strict=True):
-        assert_same(one, other, TIE[dtype])
+    if dtype == "float32":
+        assert ids_of(split) == ids_of(whole)
+    assert_as_good(path, split[::SAMPLE], whole[::SAMPLE])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from hocket.moe.experts import deep_gemm
 from hocket.moe.experts import fp8 as module
 from hocket.moe.experts.fp8 import Fp8Experts
+from hocket.moe.grouped import GroupedRows
 from hocket.quant import fp8, kernels
 
 CPU = torch.device("cpu")
@@ -49,13 +52,24 @@ def masked(rows: Pair, weight: Pair, out: Tensor, num_rows: Tensor, expected: in
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    deep_gemm = SimpleNamespace(
+    library = SimpleNamespace(
         get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
         m_grouped_fp8_gemm_nt_contiguous=contiguous,
         fp8_m_grouped_gemm_nt_masked=masked,
     )
-    monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
     monkeypatch.setattr(kernels, "DTYPE", torch.float32)
+
+
+def random_experts(generator: torch.Generator) -> Fp8Experts:
+    experts = Fp8Experts(4, 256, 128, device=CPU, dtype=torch.bfloat16)
+    for i in range(4):
+        for key in ("w13", "w2"):
+            shape = getattr(experts, key).shape[1:]
+            values, scales = fp8.quantize_blocks(torch.randn(shape, generator=generator) * shape[1] ** -0.5)
+            getattr(experts, key)[i].copy_(values)
+            getattr(experts, f"{key}_scale")[i].copy_(scales)
+    return experts
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -64,13 +78,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts(num_rows: int, top_k: int, max_masked_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MASKED_ROWS", max_masked_rows)
     generator = torch.Generator().manual_seed(num_rows)
-    experts = Fp8Experts(4, 256, 128, device=CPU, dtype=torch.bfloat16)
-    for i in range(4):
-        for key in ("w13", "w2"):
-            shape = getattr(experts, key).shape[1:]
-            values, scales = fp8.quantize_blocks(torch.randn(shape, generator=generator) * shape[1] ** -0.5)
-            getattr(experts, key)[i].copy_(values)
-            getattr(experts, f"{key}_scale")[i].copy_(scales)
+    experts = random_experts(generator)
     x = torch.randn(num_rows, 256, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(6, generator=generator)[:top_k] - 2 for _ in range(num_rows)]).clamp(min=-1)
     weights = torch.rand(num_rows, top_k, generator=generator)
@@ -80,3 +88,31 @@ def test_experts(num_rows: int, top_k: int, max_masked_rows: int, monkeypatch: p
     assert found.isfinite().all()
     # Both round to fp8 in between; where they differ by a bit before, they may by a step of e4m3 after.
     assert (found - expected).norm() <= 2.0**-6 * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow|All-NaN slice) encountered:RuntimeWarning"
+)  # where nothing is
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("counts", [(3, 0, 9, 1), (0, 0, 0, 16)])
+def test_rows_by_expert(counts: tuple[int, ...], is_quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, or quantised where they come from; NaN where there is no row."""
+    monkeypatch.setattr(deep_gemm, "MASKED_ALIGN", ALIGNMENT)
+    generator = torch.Generator().manual_seed(sum(counts))
+    experts = random_experts(generator)
+    x = torch.full((4, ALIGNMENT, 256), float("nan")).bfloat16()
+    scales = torch.full((4, 2, ALIGNMENT), float("nan")).transpose(1, 2)
+    values = x.to(fp8.DTYPE)
+    for expert, count in enumerate(counts):
+        x[expert, :count] = torch.randn(count, 256, generator=generator)
+        values[expert, :count], scales[expert, :count] = fp8.quantize_rows(x[expert, :count])
+    rows = GroupedRows(x=x, counts=torch.tensor(counts, dtype=torch.int32), max_rows=40, expected_rows=2.0)
+    expected = experts.forward_grouped(rows).float()
+    if is_quantised:
+        rows = replace(rows, x=values, scales=scales)
+    monkeypatch.setattr(module, "is_on_host", lambda _: False)
+    found = experts.forward_grouped(rows).float()
+    for expert, count in enumerate(counts):
+        mine, theirs = found[expert, :count], expected[expert, :count]
+        assert (mine - theirs).norm() <= 2.0**-6 * theirs.norm()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_ranks import FakeGroup
 
-from hocket.channel.messages import Abort, AddRequests, GetStats
+from hocket.channel.messages import Abort, AddRequests
 from hocket.client import EngineClient
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -173,22 +173,6 @@ def test_balance_goes_by_tokens_still_to_compute() -> None:
         assert client.client.num_tokens_per_rank() == [39, 5]
         for result in results:
             result.close()
-
-    run(test)
-
-
-def test_counters_come_while_requests_run_and_end_with_the_ranks() -> None:
-    async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
-        fake.paused = True
-        results = client.submit([("a", [5], PARAMS, 1)])
-        both = await asyncio.gather(client.stats(), client.stats())
-        assert both == [[{"rank": 0, "running": 1}, {"rank": 1, "running": 1}]] * 2
-        assert sum(isinstance(message, GetStats) for _, message in fake.sent) == 2
-        fake.lose("rank 0 ended")
-        with pytest.raises(RankLost, match="rank 0"):
-            await client.stats()
-        with pytest.raises(RankLost, match="rank 0"):
-            await anext(results)
 
     run(test)
 

@@ -100,6 +100,7 @@ def test_every_backend_of_every_registry_is_listed() -> None:
     reasons = found()
     assert set(reasons) == {(kind, name) for kind, group in wanted.items() for name in group}
     gpu_only = {("attention", "flashinfer"), ("kernels", "triton"), *(("experts", name) for name in names.GPU_EXPERTS)}
+    gpu_only |= {("transport", name) for name in names.GPU_TRANSPORTS}
     assert {one for one, reason in reasons.items() if reason is not None} == gpu_only
     assert all("NVIDIA GPU" in str(reasons[one]) for one in gpu_only)
 

@@ -21,7 +21,7 @@ from hocket.bench.shapes import changed
 from hocket.cli.main import main
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
-from hocket.config.resolve import resolve
+from hocket.config.resolve import resolve, resolve_and_say
 from hocket.doctor.choice import choice
 from hocket.doctor.show import console
 from hocket.errors import ConfigError
@@ -29,7 +29,7 @@ from hocket.explain import describe as describing
 from hocket.explain.describe import describe
 from hocket.explain.memory import memory
 from hocket.explain.messages import messages
-from hocket.explain.options import BECAME, NOT_KEPT, WHY, resolve_what_can_be, resolved_options
+from hocket.explain.options import BECAME, NOT_KEPT, resolve_what_can_be, resolved_options
 from hocket.explain.show import show
 from hocket.moe.transport.rows import RowFormat
 
@@ -123,6 +123,10 @@ def test_on_gpus_decodes_replay_graphs_and_torch_hands_over_first(monkeypatch: p
         40: (40, [20, 20]),
         41: (0, [20, 21]),
         64: (0, [32, 32]),
+    }
+    by_cost = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40, ubatch_cut="cost")["steps"]
+    assert {tuple(one["ubatches"]) for one in by_cost if one["graph_tokens"] == 40 and one["reason"] == "split"} == {
+        (20, 20)
     }
     whole = described(**DBO, max_num_seqs=64, max_cudagraph_capture_size=40, split_graphs=False)
     assert whole["splits"]["decode"] == [
@@ -245,15 +249,32 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("asked", "device"), [*product(ASKED, ("cpu", "cuda"))])
 def test_what_became_of_options(asked: dict[str, Any], device: str) -> None:
     """Each row is a difference that is really there, with a reason; and no difference is left out."""
-    options, config, _ = resolve_what_can_be(Options.from_dict({**asked, "device": device}), gpus=2)
-    rows = resolved_options(options, config)
+    options, config, why, _ = resolve_what_can_be(Options.from_dict({**asked, "device": device}), gpus=2)
+    rows = resolved_options(options, config, why)
     assert all(one["why"] for one in rows)
-    assert all(one["option"] in WHY for one in rows if one["became"] is not None)
+    assert why.keys() <= BECAME.keys()
     for one in rows:
         assert one["given"] == getattr(options, one["option"]) != one["became"]
     names = {one["option"] for one in rows}
     assert {"max_model_len", "block_size", "async_scheduling"} <= names
     assert {"seed", "step_timeout", "load_format"}.isdisjoint(names)
+
+
+def test_reasons_are_those_of_the_branch_that_decided() -> None:
+    _, whole = resolve_and_say(Options(enable_chunked_prefill=False, device="cpu"))
+    _, cut = resolve_and_say(Options(device="cpu", enforce_eager=True))
+    assert whole["max_num_batched_tokens"].endswith("as prompts are not chunked, max_model_len")
+    assert not cut["max_num_batched_tokens"].endswith("max_model_len")
+    assert cut["cudagraph_capture_sizes"] == "a CPU has no CUDA graphs"
+    _, eager = resolve_and_say(Options(device="cuda", enforce_eager=True), gpus=1)
+    assert eager["cudagraph_capture_sizes"] == "enforce_eager"
+    for ranks, name in ((9, "allgather_reducescatter"), (10, "torch")):
+        options = Options(model=V3, data_parallel_size=ranks, enable_expert_parallel=True, device="cuda")
+        config, why = resolve_and_say(options, gpus=ranks)
+        assert config.parallel.all2all_backend == name
+        many = "no more than" if ranks == 9 else "more than"
+        assert why["all2all_backend"] == f"a token has {ranks - 1} other ranks, {many} the experts it chooses (8)"
+    assert "all2all_backend" not in resolve_and_say(replace(options, all2all_backend="torch"), gpus=10)[1]
 
 
 def test_what_is_refused_is_named_and_left_out() -> None:

@@ -50,7 +50,11 @@ DUAL = (*WIDE, "--enable-dbo")
         # R103, R106: backends that are not there name those that are.
         *[
             ((*WIDE, "--all2all-backend", name), ("all2all_backend", name, "auto, torch, allgather_reducescatter"))
-            for name in ("deepep_low_latency", "deepep_high_throughput", "pplx", "naive", "")
+            for name in ("pplx", "naive", "")
+        ],
+        *[
+            ((*WIDE, "--all2all-backend", name), (name, "the device is cpu", "here: torch, allgather_reducescatter"))
+            for name in ("deepep_low_latency", "deepep_high_throughput")
         ],
         (("--moe-backend", "triton"), ("moe_backend", "auto, reference, grouped_mm")),
         (("--attention-backend", "flash"), ("attention_backend", "auto, sdpa")),
@@ -73,7 +77,7 @@ DUAL = (*WIDE, "--enable-dbo")
         ((*DUAL, "--expert-parallel-size", "1"), ("--expert-parallel-size", "--help")),
         *[
             ((*DUAL, "--all2all-backend", name), ("all2all_backend", name, "auto, torch, allgather_reducescatter"))
-            for name in ("deepep_low_latency", "link_emulator")
+            for name in ("pplx", "link_emulator")
         ],
         # R030: a threshold that would make empty halves.
         ((*DUAL, "--dbo-decode-token-threshold", "1"), ("dbo_decode_token_threshold", "at least 2")),

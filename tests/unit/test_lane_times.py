@@ -23,7 +23,7 @@ from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.local import LocalTransport
 from hocket.ubatch.transfer import Transfer
 from hocket.worker import lane_times
-from hocket.worker.graphs import unlimited
+from hocket.worker.capture import unlimited
 from hocket.worker.lane_times import LaneTimes
 from hocket.worker.runner import Runner
 
@@ -150,6 +150,19 @@ def test_captured_lanes(runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPat
     assert set(seen) == {"", "comm"}
     larger = TimeLanes(phase="decode", num_tokens=17, length=20, repeats=1, count=1)
     assert not LaneTimes(runner, larger, unlimited).captured, "no graph holds so many"
+
+
+@torch.inference_mode()
+def test_no_lane_alone_leaves_multiprocessors_to_the_other(
+    runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entered() -> Any:
+        raise AssertionError("something is limited")
+
+    budget = SimpleNamespace(entered=entered)
+    monkeypatch.setattr(runner.executor, "budget", budget)
+    LaneTimes(runner, TimeLanes(phase="prefill", num_tokens=8, length=8, repeats=1, count=1), sent[1]).measure()
+    assert runner.executor.budget is budget
 
 
 def test_a_step_that_the_cache_cannot_hold_is_named(runner: Runner) -> None:

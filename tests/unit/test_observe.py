@@ -41,7 +41,7 @@ def test_replays_wait_until_all_ranks_sleep_and_are_timed_once() -> None:
         asked.append((8, count))
         return 12.5
 
-    one = observer(graphs={8: SimpleNamespace(replay_us=replay_us)})
+    one = observer(graphs={(8, 1): SimpleNamespace(replay_us=replay_us)})
     one.rest()
     assert one.answer(TimeReplays(size=8, count=5)) is None
     assert not asked

@@ -15,6 +15,7 @@ from hocket.envs import LOG_INTERVAL
 from hocket.errors import ConfigError
 from hocket.overlap.vote import NUM_ROWS, GraphReason, Reason, Row, StepPlan, decide
 from hocket.scheduler.scheduler import SchedulerCounters
+from hocket.ubatch.times import StepTimes, Traffic
 from hocket.worker import step_log
 from hocket.worker.stats import StepRecord, StepStats, overlap_line
 from hocket.worker.step_log import WARN_AFTER_STEPS, StepLog, step_line
@@ -43,7 +44,8 @@ def record_of(plan: StepPlan, mine: int = 0, phase: str = "decode") -> StepRecor
         return StepRecord(plan, phase)  # type: ignore[arg-type]
     ends = [0, *plan.bounds]
     parts = tuple((min(b, mine) - min(a, mine), b - a) for a, b in pairwise(ends))
-    return StepRecord(plan, phase, parts, {"forward": 5.0}, comm_us=2000.0, exposed_us=500.0)  # type: ignore[arg-type]
+    times = StepTimes(Traffic(1_500_000, 500_000, 30), Traffic(500_000, 0, 20), hand_over_ns=40_000)
+    return StepRecord(plan, phase, parts, {"forward": 5.0}, times=times, is_timed=True)  # type: ignore[arg-type]
 
 
 REPLAYED = replace(plan_of(16, 13), graph=GraphReason.GRAPH, graph_tokens=16, bounds=(8, 16))

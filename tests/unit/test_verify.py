@@ -105,6 +105,34 @@ def test_tolerances_beside_deterministic_are_refused() -> None:
         Rules.of("float32", exact=True, tie=0.25)
 
 
+HALF = Rules.of("bfloat16", exact=False)
+
+
+def moved(differences: list[float]) -> list[Answer]:
+    """A token each, as much less likely as `differences` say than in `answer(1)`."""
+    return [answer(1, likely=-0.5 - one) for one in differences]
+
+
+def test_what_the_dtype_alone_changes_is_twice_what_nine_of_ten_tokens_do() -> None:
+    noise = compare(moved([0.0] * 20), moved([0.01 * i for i in range(20)]), HALF)
+    assert noise.usual_difference == pytest.approx(0.17)
+    assert HALF.measured(noise.usual_difference, "bfloat16").usual == pytest.approx(0.34)
+    assert HALF.measured(0.0, "bfloat16").usual == 8 / 128, "by chance the sums may have had the same order"
+    assert HALF.measured(0.0, "float16").usual == 8 / 1024
+
+
+@pytest.mark.parametrize(("num_moved", "num_tokens", "drifts"), [(4, 20, False), (5, 20, True), (19, 19, False)])
+def test_many_tokens_that_are_a_little_off_are_too_many(num_moved: int, num_tokens: int, drifts: bool) -> None:
+    """None is off by as much as one token may be; where there are few tokens nothing can be said."""
+    rules = HALF.measured(0.05, "bfloat16")
+    differences = [0.11] * num_moved + [0.09] * (num_tokens - num_moved)
+    found = compare(moved([0.0] * num_tokens), moved(differences), rules)
+    assert found.first is None
+    assert (found.num_unusual, found.num_compared) == (num_moved, num_tokens)
+    assert (found.drifts, found.agrees) == (drifts, not drifts)
+    assert compare(moved([0.0] * num_tokens), moved(differences), HALF).agrees, "only once it was measured"
+
+
 # -- splits ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +274,15 @@ def test_configurations_cover_transports_ubatches_and_a_restart() -> None:
         assert not one.options.enable_dbo
         if one.num_ubatches > 1:
             assert one.options.dbo_decode_token_threshold == one.options.dbo_prefill_token_threshold == one.num_ubatches
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", 0), ("bfloat16", 1), ("float16", 1)])
+def test_in_half_precision_the_second_run_has_the_prompts_reversed(dtype: str, expected: int) -> None:
+    made, _ = configurations(replace(RANKS, dtype=dtype), WORK)
+    assert [i for i, one in enumerate(made) if one.is_reversed] == [1] * expected
+    assert made[expected].options == made[0].options
+    exact, _ = configurations(replace(RANKS, dtype=dtype, deterministic=True), WORK)
+    assert not any(one.is_reversed for one in exact)
 
 
 def test_options_that_are_given_are_kept() -> None:

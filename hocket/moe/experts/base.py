@@ -5,6 +5,7 @@ Shapes: T rows, D hidden, I intermediate, E local experts, K top-k.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from hocket.errors import ConfigError
 from hocket.moe.base import check_ids
+from hocket.moe.grouped import GroupedRows
 
 
 class Experts(nn.Module, ABC):
@@ -27,6 +29,8 @@ class Experts(nn.Module, ABC):
     name: ClassVar[str]
     captures: ClassVar[bool] = False
     """Whether a CUDA graph can hold it: the host never waits for the device."""
+    takes_fp8_rows: ClassVar[bool] = False
+    """Whether `forward_grouped` takes rows that were quantised where they come from."""
     num_sms: int | None = None
     """How many multiprocessors the products may take, None for all, where the backend is told at each call. DeepGEMM
     is told for the whole process (`fp8.limit_sms`)."""
@@ -84,6 +88,30 @@ class Experts(nn.Module, ABC):
         Raises:
             HocketError: an id is out of range (checked on a CPU only).
         """
+
+    def forward_grouped(self, rows: GroupedRows) -> Tensor:
+        """Each row's result from the expert that it stands at, not weighted: [E, R, D] in `dtype`, undefined where
+        there is no row.
+
+        Backends whose products take rows expert by expert do without the copies that are made here.
+        """
+        shape = rows.x.shape
+        if self.num_local_experts == 0 or rows.max_rows == 0:
+            return rows.x.new_empty(shape, dtype=self.dtype)
+        assert rows.scales is None, "these experts take rows as they are"
+        flat = rows.x.view(-1, shape[-1])
+        expert, place = rows.taken()
+        ones = torch.ones(len(expert), 1, device=flat.device)
+        out = self._of_indices(rows.expected_rows)(flat[place.clamp(max=len(flat) - 1)], expert[:, None], ones)
+        result = flat.new_empty(len(flat) + 1, shape[-1])  # the last one takes what is no row
+        return result.index_copy_(0, place, out)[:-1].view(shape)
+
+    def _of_indices(self, expected_rows: float) -> Experts:
+        """The same experts, which take indices of theirs for ids and are told how many rows of one to expect."""
+        found = copy.copy(self)
+        found.local_id_of = None
+        found.rows_per_expert = lambda ids: expected_rows  # type: ignore[method-assign]
+        return found
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hocket.moe.experts import permute
+from hocket.moe.experts import groups, permute
 from hocket.moe.experts.base import Experts
+from hocket.moe.grouped import GroupedRows
 
 WIDTH_MULTIPLE = 64
 """DeepGEMM reads so many columns at a time."""
@@ -23,7 +24,8 @@ MASKED_ALIGN = 128
 
 class DeepGemmExperts(Experts):
     """Up to MASKED_MAX_ROWS rows each expert has places for all of them (masked GEMMs), above experts stand one behind
-    the other (contiguous GEMMs). A row names an expert at most once; its slots are summed in their order.
+    the other (contiguous GEMMs); rows that come expert by expert are taken as they lie. A row names an expert at most
+    once; its slots are summed in their order.
     """
 
     name = "deep_gemm"
@@ -51,6 +53,15 @@ class DeepGemmExperts(Experts):
         hidden = permute.silu_and_mul_rows(gate_up, places)
         return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)
 
+    def forward_grouped(self, rows: GroupedRows) -> Tensor:
+        num_experts, of_expert, hidden_size = rows.x.shape
+        if num_experts == 0 or rows.max_rows == 0:
+            return rows.x.new_empty(rows.x.shape)
+        places, expected = places_of_groups(rows), max(1, round(rows.expected_rows))
+        gate_up = self._product(rows.x.view(-1, hidden_size), places, self.w13, expected)
+        hidden = permute.silu_and_mul_rows(gate_up, places)
+        return self._product(hidden, places, self.w2, expected).view(num_experts, of_expert, -1)
+
     def _product(self, rows: Tensor, places: permute.Places, weight: Tensor, expected_rows: int) -> Tensor:
         """rows [P, in] → [P, out]."""
         import deep_gemm
@@ -73,6 +84,13 @@ def places_of(ids: Tensor, num_experts: int, local_id_of: Tensor | None, *, is_m
 
     step = deep_gemm.get_mk_alignment_for_contiguous_layout()
     return permute.tiles_of(ids, num_experts, step, local_id_of, expert_per_place=True)
+
+
+def places_of_groups(rows: GroupedRows) -> permute.Places:
+    """Where the rows stand already. Raises where an expert's places are no whole tiles."""
+    of_expert = rows.x.shape[1]
+    assert of_expert % MASKED_ALIGN == 0, f"{of_expert} places of an expert are not whole tiles of {MASKED_ALIGN}"
+    return groups.places_of_groups(rows)
 
 
 def masked_rows(num_rows: int) -> int:

@@ -5,6 +5,7 @@ Shapes: T rows, D hidden, I intermediate, E local experts, K top-k. Formats: qua
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from hocket.moe.base import is_on_host
 from hocket.moe.experts import permute
 from hocket.moe.experts.base import Experts
-from hocket.moe.experts.deep_gemm import masked_rows, places_of
+from hocket.moe.experts.deep_gemm import masked_rows, places_of, places_of_groups
+from hocket.moe.grouped import GroupedRows
 from hocket.quant import fp8
 
 MASKED_ROWS = 16384
@@ -30,6 +32,7 @@ class Fp8Experts(Experts):
 
     name = "deep_gemm_fp8"
     captures = True
+    takes_fp8_rows = True
 
     def __init__(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         super().__init__(*args, dtype=fp8.DTYPE, **kwargs)
@@ -56,6 +59,23 @@ class Fp8Experts(Experts):
         gate_up = self._product(rows, places, self.w13, self.w13_scale, expected)
         rows = kernels.quantize_gated_places(gate_up, of_slot, rows_of_group)
         return permute.gather_sum(self._product(rows, places, self.w2, self.w2_scale, expected), places, weights)
+
+    def forward_grouped(self, rows: GroupedRows) -> Tensor:
+        if is_on_host(rows.x) or self.num_local_experts == 0 or rows.max_rows == 0:
+            return super().forward_grouped(_expanded(rows, self.dtype))
+        from hocket.quant import kernels
+
+        num_experts, of_expert, hidden_size = rows.x.shape
+        places, expected = places_of_groups(rows), max(1, round(rows.expected_rows))
+        of_slot, flat = places.place_of_slot, rows.x.view(-1, hidden_size)
+        if rows.scales is None:
+            quantised = kernels.quantize_to_places(flat[of_slot.clamp(min=0)], of_slot, places.num_places, of_expert)
+        else:
+            quantised = flat, rows.scales
+        gate_up = self._product(quantised, places, self.w13, self.w13_scale, expected)
+        quantised = kernels.quantize_gated_places(gate_up, of_slot, of_expert)
+        out = self._product(quantised, places, self.w2, self.w2_scale, expected)
+        return out.view(num_experts, of_expert, hidden_size)
 
     def _places(self, ids: Tensor) -> tuple[permute.Places, int]:
         """Where each slot's row goes, and how many rows lie together in one group of scales."""
@@ -94,3 +114,11 @@ class Fp8Experts(Experts):
             result = fp8.gated_linear(gate_up, self.w2[expert], self.w2_scale[expert])
             out.index_add_(0, rows, result.float() * weights[rows, slots, None])
         return out.to(x.dtype)
+
+
+def _expanded(rows: GroupedRows, dtype: torch.dtype) -> GroupedRows:
+    """The same rows in `dtype`, whether they came in fp8 or not."""
+    if rows.scales is None:
+        return rows
+    x = fp8.expand_rows(rows.x.flatten(0, 1), rows.scales.flatten(0, 1)).view(rows.x.shape)
+    return replace(rows, x=x.to(dtype), scales=None)

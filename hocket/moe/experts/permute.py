@@ -62,7 +62,7 @@ def tiles_of(
     num_places = max_tiles * tile_rows
     entries = tile_rows if expert_per_place else 1
     sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
-    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = _int32(ids, *sizes)
+    place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = int32_parts(ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
         place_of_slot=place_of_slot,
@@ -82,12 +82,12 @@ def masked_places_of(ids: Tensor, num_experts: int, expert_rows: int, local_id_o
 
     The caller knows that no expert has more than expert_rows slots.
     """
-    places = Places(num_experts * expert_rows, *_int32(ids, ids.numel(), num_experts))
+    places = Places(num_experts * expert_rows, *int32_parts(ids, ids.numel(), num_experts))
     _place(ids, local_id_of, places, expert_rows=expert_rows)
     return places
 
 
-def _int32(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+def int32_parts(like: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     """int32 tensors of these sizes, not set, in one piece of memory: each begins at a multiple of 16 bytes."""
     steps = [step for size in sizes for step in (size, -size % 4)]
     return torch.empty(sum(steps), device=like.device, dtype=torch.int32).split_with_sizes(steps)[::2]
@@ -156,7 +156,7 @@ def _few_launch(
         EXPERT_ROWS=expert_rows,
         ENTRIES=entries,
         TILES=FEW_TILES,
-        BINS=_bins(num_experts, 16),
+        BINS=bins_of(num_experts, 16),
         BLOCK=block,
         SLOTS=counted,
         num_warps=FEW_WARPS,
@@ -178,7 +178,7 @@ def _launches(
     """Shape of the counts, and the two launches."""
     from hocket.moe.experts.kernels import permute as kernels
 
-    num_blocks, bins = -(-num_slots // BLOCK_SLOTS), _bins(num_experts, 32)
+    num_blocks, bins = -(-num_slots // BLOCK_SLOTS), bins_of(num_experts, 32)
     constants = {
         "TOP_K": top_k,
         "NUM_IDS": num_ids,
@@ -205,7 +205,7 @@ def _launches(
     return (num_blocks, bins), count, place
 
 
-def _bins(num_experts: int, least: int) -> int:
+def bins_of(num_experts: int, least: int) -> int:
     """A power of two; a warp counts into at least 32, here into `least` or into twice as many."""
     return max(least, 1 << (num_experts - 1).bit_length())
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from hocket.launch import Launch, launches
-from hocket.moe.experts import permute
+from hocket.moe.experts import groups, permute
 from hocket.moe.experts.base import Experts
 from hocket.moe.experts.tile_config import GemmConfig, TileConfig, tile_config
+from hocket.moe.grouped import GroupedRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TMA_BYTES = 16
@@ -41,6 +42,12 @@ class TritonGroupedExperts(Experts):
         config = tile_config(self.rows_per_expert(ids), x.element_size())
         return grouped_mlp(x, ids, weights, self.w13, self.w2, config, self.num_sms, self.local_id_of)
 
+    def forward_grouped(self, rows: GroupedRows) -> Tensor:
+        if self.num_local_experts == 0 or rows.max_rows == 0:
+            return rows.x.new_empty(rows.x.shape)
+        config = tile_config(rows.expected_rows, rows.x.element_size())
+        return grouped_rows_mlp(rows, self.w13, self.w2, config, self.num_sms)
+
 
 def grouped_mlp(
     x: Tensor,
@@ -54,11 +61,28 @@ def grouped_mlp(
 ) -> Tensor:
     """`Experts.forward` for weights w13 [E, 2 I, D] and w2 [E, D, I] with the given block sizes; N and E at least 1."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_experts, hidden_size, inter = w2.shape
-    tiles = permute.tiles_of(ids, num_experts, config.block_m, local_id_of)
+    tiles = permute.tiles_of(ids, len(w2), config.block_m, local_id_of)
+    return permute.gather_sum(_products(x, ids.shape[1], tiles, w13, w2, config, num_sms), tiles, weights)
+
+
+def grouped_rows_mlp(rows: GroupedRows, w13: Tensor, w2: Tensor, config: TileConfig, num_sms: int | None) -> Tensor:
+    """`Experts.forward_grouped` with the given block sizes; N and E at least 1."""
+    shape = rows.x.shape
+    x = rows.x.view(-1, shape[-1])
+    tiles = groups.tiles_of_groups(rows, config.block_m)
+    out = _products(x, 1, tiles, w13, w2, config, num_sms)
+    back = permute.Places(len(x), tiles.slot_of_place, rows.counts)
+    return permute.scatter_rows(out, back, 1).view(shape)
+
+
+def _products(
+    x: Tensor, top_k: int, tiles: permute.Tiles, w13: Tensor, w2: Tensor, config: TileConfig, num_sms: int | None
+) -> Tensor:
+    """x [N, D] → [P, D], the row of each place's slot through its expert."""
+    _, hidden_size, inter = w2.shape
     sms = num_sms or _num_sms(x.device)
     tma = _uses_tma(w13, config.gate_up), _uses_tma(w2, config.down)
-    gate_up, down = _launches(config, tiles.max_tiles, sms, hidden_size, inter, x.stride(0), ids.shape[1], tma)
+    gate_up, down = _launches(config, tiles.max_tiles, sms, hidden_size, inter, x.stride(0), top_k, tma)
     hidden = x.new_empty(tiles.num_places, inter)
     of_tiles = tiles.expert_of_tile, tiles.rows_of_tile, tiles.num_tiles
     if tma[0]:
@@ -70,7 +94,7 @@ def grouped_mlp(
         down.by_triton(hidden, _descriptor(w2, config.down), out, *of_tiles)
     else:
         down(hidden, w2, out, *of_tiles)
-    return permute.gather_sum(out, tiles, weights)
+    return out
 
 
 @launches

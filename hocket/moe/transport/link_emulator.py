@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
-from hocket.moe.transport.base import Dispatched, Handle, Transport
+from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.ubatch.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -71,15 +71,15 @@ class LinkEmulator(Transport):
             self._clock = DeviceClock(device)
             self.captures = inner.captures  # type: ignore[misc]
 
-    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Dispatched]:
+    def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         transfer = self.inner.prepare(x, topk_ids, topk_weights, layout)
         if self.token_bytes is None:
             return self._stretched(transfer)
         num_tokens, num_bytes = x.shape[0], round(x.shape[0] * self.token_bytes[0])
 
-        def result() -> Dispatched:
+        def result() -> Received:
             found = transfer.result()
-            return replace(found, handle=LinkHandle(found.handle, num_tokens))
+            return found.with_handle(LinkHandle(found.handle, num_tokens))
 
         return self._stretched(replace(transfer, result=result, num_bytes=lambda: num_bytes))
 

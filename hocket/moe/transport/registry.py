@@ -18,6 +18,8 @@ _CLASSES = {
     "local": "hocket.moe.transport.local.LocalTransport",
     "torch": "hocket.moe.transport.torch_a2a.TorchTransport",
     "allgather_reducescatter": "hocket.moe.transport.allgather_reducescatter.AllGatherReduceScatterTransport",
+    "deepep_high_throughput": "hocket.moe.transport.deepep_high_throughput.DeepEPHighThroughput",
+    "deepep_low_latency": "hocket.moe.transport.deepep_low_latency.DeepEPLowLatency",
 }
 REFUSED = {
     "local": "it moves nothing, so it serves one rank only",
