@@ -81,7 +81,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
-    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version; all are in /openapi.json.
+    Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
