@@ -14,7 +14,6 @@ from hocket.config.options import Options
 from hocket.errors import ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
-from hocket.metrics.table import NAMES
 from hocket.server.async_client import AsyncClient, Item, Results
 from hocket.server.errors import unavailable
 from hocket.tokenizer.idioms import ChatTokenizer
@@ -40,8 +39,6 @@ class Engine:
         *,
         restart: bool,
         on_end: Callable[[HocketError], None],
-        model_name: str = "",
-        metrics_names: str = NAMES[0],
         progress: bool = True,
     ) -> None:
         self.llm = llm
@@ -49,16 +46,20 @@ class Engine:
         self.problem: str | None = None
         """Why no request can be taken now."""
         self._restarts = restart
-        self._metrics_of = model_name or options.model, metrics_names
         self._on_end = on_end
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
         self.num_restarts = 0
+        self.metrics: Metrics | None = None
         self._connect()
+
+    def count_into(self, metrics: Metrics) -> None:
+        """From now on, also over restarts."""
+        self.metrics = self.llm.client.listener = metrics
 
     def _connect(self) -> None:
         self.llm.client.balance_by_tokens = True
-        self.metrics = self.llm.client.listener = Metrics(self.llm.config, *self._metrics_of)
+        self.llm.client.listener = self.metrics
         self.client = AsyncClient(self.llm.client, self._lost)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -76,10 +77,6 @@ class Engine:
         """Raise ApiError where no request can be taken now."""
         if self.problem is not None:
             raise unavailable(self.problem)
-
-    async def scrape(self) -> bytes:
-        """What is counted, as Prometheus' text; of the kind that `metrics.content_type` says."""
-        return await self.metrics.scrape(self.client.ask_counters)
 
     @property
     def max_model_len(self) -> int:
