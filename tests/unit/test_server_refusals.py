@@ -225,6 +225,10 @@ def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: F
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b"\x00\x01\x02",
+        b'{"\\ud800": 1, "prompt": "a"}',
+        b'{"' + b"x" * 50_000 + b'": 1}',
+        b'{"prompt": "a", "a\\nb": 1}',
+        b'{"prompt": "a", "n": ' + b"[" * 400 + b"]" * 400 + b"}",
     ],
     ids=lambda raw: repr(raw[:12]),
 )
@@ -232,6 +236,22 @@ def test_malformed_bodies(served: FakeServed, raw: bytes) -> None:
     status, answer = served.ask("POST", COMPLETIONS, raw)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
+    assert len(answer["error"]["message"].splitlines()) == 1
+    assert len(answer["error"]["message"]) < 800
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_deep_nesting_is_refused_wherever_it_stands(served: FakeServed, depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    for fields in (
+        f'"messages": [{{"role": "user", "content": "Hello", "more": {deep}}}]',
+        f'"messages": [{{"role": "user", "content": "Hello"}}], "chat_template_kwargs": {deep}',
+        f'"messages": [{{"role": "user", "content": "Hello"}}], "response_format": {{"type": "json_schema", '
+        f'"json_schema": {{"schema": {deep}}}}}',
+        f'"messages": {deep}',
+    ):
+        status, _ = served.ask("POST", CHAT, f'{{{fields}, "max_tokens": 1}}'.encode())
+        assert status in (200, 400), fields[:80]
 
 
 def test_a_body_that_is_too_large_is_not_read(served: FakeServed) -> None:
@@ -377,6 +397,21 @@ def test_abort_ends_with_what_there_is(served: FakeServed, by_id: bool) -> None:
         assert answer.headers["x-request-id"] == "cmpl-mine"
         assert served.post("/abort", asked) == (200, {"aborted": []})
         connection.close()
+
+
+def test_an_answer_is_aborted_after_its_first_prompt_has_ended(served: FakeServed) -> None:
+    served.group.script = lambda request: [] if request.request_id == "cmpl-two" else served.token_ids
+    with served.paused():
+        connection = served.connect()
+        body = json.dumps({"prompt": ["Hello", "there"], "max_tokens": 9})
+        connection.request("POST", COMPLETIONS, body, JSON | {"x-request-id": "two"})
+        served.until(lambda: served.engine.client.num_requests == 2)
+        served.step()
+        assert served.post("/abort", {"request_id": "cmpl-two"}) == (200, {"aborted": ["cmpl-two-1"]})
+        choices = parsed(connection.getresponse().read())["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["stop", "abort"]
+        connection.close()
+    served.group.script = lambda request: served.token_ids
 
 
 def test_wrong_headers_are_named(served: FakeServed) -> None:
