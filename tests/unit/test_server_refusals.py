@@ -254,6 +254,25 @@ def test_deep_nesting_is_refused_wherever_it_stands(served: FakeServed, depth: i
         assert status in (200, 400), fields[:80]
 
 
+def test_bodies_that_are_too_large_together_are_told_to_come_again(served: FakeServed) -> None:
+    body = json.dumps(PROMPT | {"prompt": "x"}).encode()
+    padded = body[:-1] + b" " * (2**17 - len(body)) + b"}"
+    with served.paused():
+        held = [served.connect() for _ in range(7)]
+        for connection in held:
+            connection.request("POST", COMPLETIONS, padded, JSON)
+        served.until(lambda: served.engine.client.num_requests == 7)
+        gate = served.gate
+        assert gate._held_bytes == 7 * 2**17
+        gate._held_bytes += 25 * 2**17  # as if 25 more were held
+        assert "too large together" in refused(served.ask("POST", COMPLETIONS, padded), 429, None)
+        gate._held_bytes -= 25 * 2**17
+    for connection in held:
+        assert connection.getresponse().status == 200
+        connection.close()
+    served.until(lambda: gate._held_bytes == 0)
+
+
 def test_a_body_that_is_too_large_is_not_read(served: FakeServed) -> None:
     assert "131072" in refused(served.post(COMPLETIONS, {"prompt": "x" * 10_000_000}), 413, None)
 
@@ -327,7 +346,7 @@ def test_an_answer_that_nobody_reads_is_given_up(served: FakeServed) -> None:
     try:
         with socket.create_connection(("127.0.0.1", served.port)) as plug:
             plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            prompts = json.dumps({"prompt": ["a"] * 30, "n": 60, "stream": True, "max_tokens": 900, "echo": True})
+            prompts = json.dumps({"prompt": ["a"] * 8, "n": 8, "stream": True, "max_tokens": 900, "logprobs": 20})
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             plug.sendall(f"{head}Content-Length: {len(prompts)}\r\n\r\n{prompts}".encode())
             served.until(lambda: not served.is_idle())
