@@ -99,6 +99,11 @@ class RequestTimes:
         if reason in ("stop", "length") and one.num_tokens:
             self._take_times(sums, one, now)
 
+    def lost(self, now: float) -> None:
+        """The ranks are gone, with every request."""
+        for request_id in list(self._open):
+            self.ended(request_id, "error", now)
+
     def _take_times(self, sums: RankRequests, one: _Open, now: float) -> None:
         sums.end_to_end_s.add(now - one.arrived_at)
         sums.queue_s.add(one.queue_s)

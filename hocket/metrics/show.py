@@ -63,6 +63,11 @@ class Metrics(RequestTimes):
         if not self._missing:
             self._all_here.set()
 
+    def lost(self, now: float) -> None:
+        """The ranks are gone: what they said last is no longer so."""
+        super().lost(now)
+        self._stats.clear()
+
     async def scrape(self, ask: Callable[[], None], timeout_s: float = SCRAPE_S) -> bytes:
         """Have the ranks asked (`EngineClient.ask_counters`) and show what they say; after `timeout_s`, and where they
         are gone, what they said last. Scrapes at the same time share one question."""
@@ -70,8 +75,11 @@ class Metrics(RequestTimes):
         if not self._missing or now > self._asked_at + timeout_s:
             self._asked_at, self._missing = now, set(range(len(self.ranks)))
             self._all_here = asyncio.Event()
-            with contextlib.suppress(HocketError):
+            try:
                 ask()
+            except HocketError:  # there is nobody to wait for
+                self._missing.clear()
+                return self.render()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_here.wait(), timeout_s)
         return self.render()

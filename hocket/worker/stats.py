@@ -19,6 +19,8 @@ WINDOW = 4096
 """Durations kept per part for medians and spreads; sums go over all steps."""
 UBATCH_BOUNDS = (0, *(2**i for i in range(15)))
 """Buckets for the tokens of a ubatch."""
+MOST_CUTS, OTHERS = 1000, "others"
+"""Cuts of steps that are counted each by itself; more, as a server may have, together."""
 KINDS = ("dispatch", "combine")
 """Of transfers."""
 
@@ -97,7 +99,9 @@ class StepStats:
         self.last_split[record.phase] = len(record.ubatches) > 1
         if len(record.ubatches) > 1:
             self.split += 1
-            add(self.ubatch_tokens, "+".join(str(num_tokens) for num_tokens, _ in record.ubatches))
+            cut = "+".join(str(num_tokens) for num_tokens, _ in record.ubatches)
+            is_listed = cut in self.ubatch_tokens or len(self.ubatch_tokens) < MOST_CUTS
+            add(self.ubatch_tokens, cut if is_listed else OTHERS)
             for num_tokens, _ in record.ubatches:
                 self.ubatch_sizes.add(num_tokens)
         if record.has_failed:

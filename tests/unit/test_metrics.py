@@ -180,6 +180,20 @@ def test_a_scrape_waits_for_all_ranks_but_not_for_ever() -> None:
     assert found[0].by_engine("hocket:request_success_total") == {"0": 0, "1": 0}
 
 
+def test_nobody_is_waited_for_where_the_ranks_are_gone() -> None:
+    metrics = Metrics(config(), "tiny")
+
+    def ask() -> None:
+        raise RankLost("gone")
+
+    async def scrapes() -> None:
+        async with asyncio.timeout(10.0):
+            for _ in range(2):
+                await metrics.scrape(ask, 1000.0)
+
+    asyncio.run(scrapes())
+
+
 def test_scrapes_at_the_same_time_share_a_question() -> None:
     metrics, asked = Metrics(config(), "tiny"), 0
 

@@ -17,7 +17,7 @@ from hocket.overlap.vote import NUM_ROWS, GraphReason, Reason, Row, StepPlan, de
 from hocket.scheduler.scheduler import SchedulerCounters
 from hocket.ubatch.times import StepTimes, Traffic
 from hocket.worker import step_log
-from hocket.worker.stats import StepRecord, StepStats, overlap_line
+from hocket.worker.stats import MOST_CUTS, OTHERS, StepRecord, StepStats, overlap_line
 from hocket.worker.step_log import WARN_AFTER_STEPS, StepLog, step_line
 
 INTERVAL_S = LOG_INTERVAL.get_int(0)
@@ -283,3 +283,13 @@ def test_replays_are_counted_as_split_and_as_nobody_timed_them() -> None:
         stats.count_step(record_of(plan_of(8, 8), 8))
     line = overlap_line(stats.snapshot()["overlap"])
     assert line == "overlap: split 3/3 steps, exposed comm 0.50 of 2.00 ms/step of the 2 that were timed"
+
+
+def test_cuts_are_listed_until_there_are_many() -> None:
+    stats = StepStats()
+    for tokens in range(MOST_CUTS + 20):
+        for _ in range(2):
+            stats.count_step(record_of(plan_of(2 * tokens + 8, 2 * tokens + 8), 2 * tokens + 8))
+    found = stats.snapshot()["overlap"]["ubatch_tokens"]
+    assert (len(found), found["4+4"], found[OTHERS]) == (MOST_CUTS + 1, 2, 40)
+    assert sum(found.values()) == stats.split
