@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 from fake_server import FakeServed, serving
 from served import JSON, LIMIT_S, events, parsed
 
 from hocket.errors import ConfigError
-from hocket.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hocket.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hocket.server.settings import Settings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -193,6 +195,26 @@ def test_no_type_of_any_field_fails_the_server(served: FakeServed, path: str, mo
         if answer.status != 200:
             assert parsed(raw)["error"]["param"] is not None, (field, value, raw)
     connection.close()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_body_of_known_fields_fails_the_server(shared: FakeServed, data: st.DataObject) -> None:
+    path, model, good = data.draw(
+        st.sampled_from([(COMPLETIONS, CompletionRequest, PROMPT), (CHAT, ChatRequest, HELLO)])
+    )
+    fields = st.sampled_from([*model.model_fields, *UNSUPPORTED])
+    body = good | data.draw(st.dictionaries(fields, ANYTHING, max_size=4))
+    if body.get("stream"):
+        body["stream"] = False
+    assert shared.post(path, body)[0] in (200, 400, 404), body
 
 
 def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: FakeServed) -> None:
