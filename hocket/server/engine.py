@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hocket.config.options import Options
-from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
 from hocket.server.async_client import AsyncClient, Item, Results
@@ -100,9 +100,15 @@ class Engine:
             raise ConfigError("skip_tokenizer_init", True, "false", where="for this request, which needs the tokenizer")
         return self.tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; a long text does not keep the loop."""
+    async def encode(self, text: str, *, add_special_tokens: bool, is_prompt: bool = True) -> list[int]:
+        """Token ids; a long text does not keep the loop. Raises CapacityError for a prompt that is sure to be too long,
+        before its tokens are counted."""
         encode = self.need_tokenizer().encode
+        if is_prompt and (least := self.need_tokenizer().least_tokens(text)) >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {least} tokens or more; with one token of output at most {self.max_model_len - 1} fit "
+                f"(max_model_len {self.max_model_len})"
+            )
         if len(text) <= _INLINE_CHARS:
             return encode(text, add_special_tokens=add_special_tokens)
         return await self._on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
@@ -114,7 +120,10 @@ class Engine:
     async def render(self, messages: list[Any], **template: Any) -> str:
         """The prompt of a conversation, by the model's template. Raises ConfigError where that refuses it."""
         chat = self.need_tokenizer().template()
-        return await self._on_thread(lambda: chat.render(messages, **template))
+        try:
+            return await self._on_thread(lambda: chat.render(messages, **template))
+        except RecursionError:
+            raise ConfigError("messages", "…", "fewer levels of lists and objects") from None
 
     async def check_schema(self, schema: str) -> None:
         """Raise ConfigError for a JSON schema that no output can follow."""
