@@ -47,7 +47,7 @@ def rows_for_others(num_rows: int, placement: ExpertPlacement, top_k: int, rank:
 
 @cache
 def _ranks_for_others(placement: ExpertPlacement, top_k: int, rank: int) -> float:
-    """To how many other ranks a row goes on average: for each, one less the chance that all its experts are elsewhere."""
+    """To how many other ranks a row goes on average: for each, the chance that not all its experts are elsewhere."""
     experts, choices = placement.num_experts, math.comb(placement.num_experts, top_k)
     others = (len(placement.experts_of(other)) for other in range(placement.num_ranks) if other != rank)
     return sum(1.0 - math.comb(experts - held, top_k) / choices for held in others)
