@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 from hocket.channel.messages import (
     Abort,
     AddRequests,
+    Counters,
+    GetCounters,
     GetSpans,
     GetStates,
     GetStats,
@@ -160,7 +162,7 @@ class EngineClient:
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(message)
-            if isinstance(message, Stats) and self.listener is not None:
+            if isinstance(message, Counters) and self.listener is not None:
                 self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
@@ -219,7 +221,7 @@ class EngineClient:
     def ask_counters(self) -> None:
         """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
         works; the answers come in with `poll`."""
-        self.group.broadcast(GetStats(is_brief=True))
+        self.group.broadcast(GetCounters())
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""

@@ -269,12 +269,11 @@ class Engine:
         self.log.count_tokens(batch.num_prefill_tokens, len(outputs))
         return outputs
 
-    def counters(self, *, is_brief: bool = False) -> dict[str, Any]:
-        """Of this rank's steps and of its scheduler as plain values: all, or only what is quick to tell."""
-        counters = asdict(self.scheduler.counters())
-        if is_brief:
-            return self.stats.totals() | counters | {"expert_load": self.runner.expert_load.snapshot()}
-        return self.stats.snapshot() | counters
+    def counters(self) -> dict[str, Any]:
+        """Sums of this rank's steps and of its scheduler, and the load of experts as far as it was sampled, as plain
+        values. The first call begins to sample."""
+        load = {"expert_load": self.runner.expert_load.snapshot()}
+        return self.stats.totals() | asdict(self.scheduler.counters()) | load
 
     def close(self) -> None:
         self.log.close()

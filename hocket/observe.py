@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from hocket.channel.messages import (
+    Counters,
     CountKernels,
     FromRank,
+    GetCounters,
     GetSpans,
     GetStates,
     GetStats,
@@ -76,7 +79,7 @@ class Observer:
 
     def _stats(self, question: GetStats) -> Stats:
         engine = self._engine
-        stats = {"rank": self._rank} | engine.counters(is_brief=question.is_brief)
+        stats = {"rank": self._rank} | engine.stats.snapshot() | asdict(engine.scheduler.counters())
         if self._kernels is not None:
             stats["kernels"] = self._kernels.found
         if self._replay_us is not None:
@@ -84,6 +87,9 @@ class Observer:
         if question.reset:
             engine.stats.reset()
         return Stats(rank=self._rank, stats=stats)
+
+    def _counters(self, _question: GetCounters) -> Counters:
+        return Counters(rank=self._rank, stats={"rank": self._rank} | self._engine.counters())
 
     def _count_kernels(self, order: CountKernels) -> None:
         self._kernels = KernelCount(order.phase, order.num_tokens)
@@ -108,6 +114,7 @@ class Observer:
 
     QUESTIONS: ClassVar[dict[type, Callable[[Observer, Any], FromRank | None]]] = {
         GetStats: _stats,
+        GetCounters: _counters,
         CountKernels: _count_kernels,
         SetThresholds: _when_resting,
         TimeReplays: _when_resting,

@@ -103,3 +103,11 @@ def install_with_plant() -> None:
 
     install()
     planted_captures.install()
+
+
+def install_slow() -> None:
+    """And capturing two ubatches never ends."""
+    import slow_capture
+
+    install()
+    slow_capture.install_for_two()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ class InProcessGroup:
         elif isinstance(received, Abort):
             self.engine.abort(received.request_ids, received.reason)
         elif isinstance(received, GetStats):
-            self._say(Stats(rank=0, stats={"rank": 0} | self.engine.counters(is_brief=received.is_brief)))
+            stats = self.engine.stats.snapshot() | asdict(self.engine.scheduler.counters())
+            self._say(Stats(rank=0, stats={"rank": 0} | stats))
             if received.reset:
                 self.engine.stats.reset()
         else:

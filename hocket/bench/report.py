@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -87,10 +88,20 @@ def check_output(output: str | None) -> None:
 
 
 def emit(report: dict[str, Any], output: str | None) -> None:
-    """Print the report as the last line, and write it to `output` if given."""
+    """Print the report as the last line, and write it to `output` if given. JSON has no infinities and no NaN: null."""
+    report = _finite(report)
     print(json.dumps(report))
     if output is not None:
         Path(output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that are none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _commit() -> str:

@@ -78,8 +78,8 @@ def run(
         num_prefill_steps=sweep.num_prefill_steps,
         batched_tokens=batched,
     )
-    parts = _trace_parts(cells, sweep.strategies)
-    attached = Attached.asked(trace, trace_steps, options, parts)
+    asked = [Measured(cell, strategy) for cell in cells for strategy in sweep.strategies]
+    attached = Attached.asked(trace, trace_steps, options, [_trace_part(one, cells, sweep) for one in asked])
     with changed(options, sweep.slice_of_ep, sweep.num_layers, sweep.num_dense_layers) as (shaped, slice_of):
         engine_options = _engine_options(shaped, sweep, cells, batched, slice_of)
         config = resolve(engine_options)
@@ -87,9 +87,9 @@ def run(
         started = time.perf_counter()
         with LLM.from_options(engine_options, progress=True) as llm:
             ready_s = time.perf_counter() - started
-            found = _all_measured(llm, cells, sweep)
-            if attached is not None:
-                _trace(llm, sweep, attached, parts)
+            found = _all_measured(llm, cells, asked, sweep)
+            for one in found:
+                _trace(llm, one, _trace_part(one, cells, sweep), sweep, attached)
             ranks = llm.ranks
     model = options.model if slice_of is None else published_name(config.model, options.model)
     about = {"model": model, "slice": slice_of and slice_of.as_row(), "reused_prompts": sweep.reuse_prompts}
@@ -120,9 +120,9 @@ def _engine_options(
     return replace(found, emulate_link_token_bytes=f"{out},{back}")
 
 
-def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measured]:
+def _all_measured(llm: LLM, cells: Sequence[Cell], asked: Sequence[Measured], sweep: Sweep) -> list[Measured]:
     """Each cell with each strategy, but for those that cannot be: standard error says why."""
-    found = [Measured(cell, strategy) for cell in cells for strategy in sweep.strategies]
+    found = list(asked)
     for repeat in range(sweep.repeats + 1):
         for one in list(found):
             strategies.use(llm, one.strategy)
@@ -136,10 +136,8 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], sweep: Sweep) -> list[Measure
         if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
             one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
     for one in found:
-        strategies.use(llm, one.strategy)
-        if one.cell.phase == "decode" and all(run["graphs"] for run in one.runs):
-            num_ubatches = 1 if one.strategy == SERIAL else llm.config.overlap.num_ubatches
-            one.replay_us = _replay_us(llm, one.cell, num_ubatches, _seed_of(one, sweep, sweep.repeats + 2))
+        if one.strategy == SERIAL:
+            one.replay_us = _replay_us(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 2))
     if DUAL_BATCH in sweep.strategies:
         for cell in cells:
             lanes = _lanes(llm, cell, sweep.repeats)
@@ -212,22 +210,20 @@ def _kernels(llm: LLM, cell: Cell, seed: int) -> dict[str, Any] | None:
     return found
 
 
-def _trace_parts(cells: Sequence[Cell], chosen: Sequence[str]) -> dict[str, tuple[Cell, str]]:
-    """What is recorded, cell and strategy, by what the files' names have at their end where there are several."""
-    return {
-        f"-{cell.phase}-{cell.num_tokens}" * (len(cells) > 1) + f"-{strategy}" * (len(chosen) > 1): (cell, strategy)
-        for cell in cells
-        for strategy in chosen
-    }
+def _trace_part(one: Measured, cells: Sequence[Cell], sweep: Sweep) -> str:
+    """What the name of its trace ends with, where there are several."""
+    cell = f"-{one.cell.phase}-{one.cell.num_tokens}" if len(cells) > 1 else ""
+    return cell + (f"-{one.strategy}" if len(sweep.strategies) > 1 else "")
 
 
-def _trace(llm: LLM, sweep: Sweep, attached: Attached, parts: dict[str, tuple[Cell, str]]) -> None:
-    """By one more run of each, without the first steps of its kind, which are of fewer tokens or cold."""
-    for part, (cell, strategy) in parts.items():
-        strategies.use(llm, strategy)
-        what = f"{cell.phase} of {cell.num_tokens} tokens, {strategy}, in bench step"
-        with recording(llm, attached, what, phase=cell.phase, skip=SPARE_STEPS, part=part):
-            _generate(llm, cell, _seed_of(Measured(cell, strategy), sweep, sweep.repeats + 3))
+def _trace(llm: LLM, one: Measured, part: str, sweep: Sweep, attached: Attached | None) -> None:
+    """By one more run, without the first steps of its kind, which are of fewer tokens or cold; None: not asked for."""
+    if attached is None:
+        return
+    strategies.use(llm, one.strategy)
+    what = f"{one.cell.phase} of {one.cell.num_tokens} tokens, {one.strategy}, in bench step"
+    with recording(llm, attached, what, phase=one.cell.phase, skip=SPARE_STEPS, part=part):
+        _generate(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 3))
 
 
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
@@ -246,13 +242,20 @@ def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     return {"us": us, "bytes": ranks[0].bytes, "graphs": ranks[0].captured}
 
 
-def _replay_us(llm: LLM, cell: Cell, num_ubatches: int, seed: int) -> float:
-    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest.
+def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
 
     What it takes less than a step is what the host adds.
     """
-    size = fitting_size(llm.ranks[0]["graphs"]["sizes"], cell.num_tokens)
+    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
+    if cell.phase != "decode" or not size:
+        return None
+    strategies.use(llm, SERIAL)
+    llm.stats(reset=True)
     _generate(llm, cell, seed)
+    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
+    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
+        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
     llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:

@@ -43,11 +43,13 @@ class Wake(ToRank):
 
 
 class GetStats(ToRank):
-    """Ask for a Stats message; `reset` starts the counters anew. is_brief: sums only, quick enough for metrics while
-    steps run, and the load of experts where it is sampled."""
+    """Ask for a Stats message; `reset` starts the counters anew."""
 
     reset: bool = False
-    is_brief: bool = False
+
+
+class GetCounters(ToRank):
+    """Ask for a Counters message. The first one begins to sample the load of experts."""
 
 
 class CountKernels(ToRank):
@@ -172,6 +174,13 @@ class Stats(FromRank):
     stats: dict[str, Any]
 
 
+class Counters(FromRank):
+    """Sums only, of steps and of the scheduler, quick to tell while steps run; and the load of experts, where a sample
+    was taken."""
+
+    stats: dict[str, Any]
+
+
 class Spans(FromRank):
     """The steps recorded, in order; their times are those of the rank's time.perf_counter_ns."""
 
@@ -215,13 +224,16 @@ class Failed(FromRank):
     details: str
 
 
-RankMessage = Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Spans | Lanes | States | Failed
+RankMessage = (
+    Hello | Progress | Ready | StepOutputs | StepFailed | NeedWake | Stats | Counters | Spans | Lanes | States | Failed
+)
 FrontMessage = (
     Configure
     | AddRequests
     | Abort
     | Wake
     | GetStats
+    | GetCounters
     | CountKernels
     | SetThresholds
     | TimeReplays

@@ -100,9 +100,9 @@ class UBatchExecutor:
     def _alternate(
         self, contexts: list[UBatchContext], baton: Baton, works: Sequence[Callable[[], Tensor]]
     ) -> list[Outcome]:
-        """What became of each ubatch's work; on the stream of the caller."""
-        surround = on_stream_of_caller(self._device)
+        """What became of each ubatch's work; on the stream of the caller, or that which the budget enters."""
         with self.budget.entered() if len(works) > 1 else nullcontext():
+            surround = on_stream_of_caller(self._device)
             return baton.run([_body(*pair, surround) for pair in zip(contexts, works, strict=True)])
 
     def run_captured(

@@ -18,7 +18,7 @@ from patched_ranks import patched_ranks
 from planted_captures import CAPTURE_PLANT
 
 from hocket.config.options import Options
-from hocket.errors import UBatchFailed
+from hocket.errors import BatonTimeout, UBatchFailed
 from hocket.llm import LLM
 
 DUAL = {"dbo_decode_token_threshold": 3, "dbo_prefill_token_threshold": 3}
@@ -105,18 +105,35 @@ def test_without_split_graphs_decodes_run_whole(
             assert rank["overlap"]["reasons"]["decode"] == {"no_split_graph": rank["phases"]["decode"]}
 
 
+def starting(model: Path, install: str, **options: Any) -> None:
+    """An engine of two ranks that call `install` of graphs_on_cpu."""
+    environment = {CAPTURE_PLANT: "1 1 experts 2"}
+    values = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enable_dbo": True,
+        "max_num_seqs": 4,
+        **DUAL,
+        **options,
+    }
+    values |= {"data_parallel_size": 2, "enable_expert_parallel": True}
+    with graphs_on_cpu.configured(), patched_ranks(2, f"graphs_on_cpu:{install}", **environment) as group:
+        try:
+            LLM.from_options(Options.from_dict(values), group=group)
+        finally:
+            assert group.closed
+
+
 @pytest.mark.parametrize("executor", ["greenlet", "thread"])
 def test_a_ubatch_that_fails_while_it_is_captured_ends_the_start(
     checkpoints: Callable[..., Path], executor: str
 ) -> None:
     """In a warm-up the other rank waits for its transfers: it is ended too."""
-    values = {"model": str(checkpoints("v2")), "skip_tokenizer_init": True, "enable_dbo": True, "max_num_seqs": 4}
-    values |= {"data_parallel_size": 2, "enable_expert_parallel": True, "ubatch_executor": executor, **DUAL}
-    expected = r"rank 1: capturing the CUDA graph of 4 rows in 2 ubatches failed: ubatch 1, sparse layer 1, experts"
-    with (
-        graphs_on_cpu.configured(),
-        patched_ranks(2, "graphs_on_cpu:install_with_plant", **{CAPTURE_PLANT: "1 1 experts 2"}) as group,
-        pytest.raises(UBatchFailed, match=expected),
-    ):
-        LLM.from_options(Options.from_dict(values), group=group)
-    assert group.closed
+    expected = "rank 1: capturing the CUDA graph of 4 rows in 2 ubatches failed: ubatch 1, sparse layer 1, experts: "
+    with pytest.raises(UBatchFailed, match=expected):
+        starting(checkpoints("v2"), "install_with_plant", ubatch_executor=executor)
+
+
+def test_ubatches_whose_capture_never_ends(checkpoints: Callable[..., Path]) -> None:
+    with pytest.raises(BatonTimeout, match="capturing the CUDA graph of 4 rows in 2 ubatches took more than 5 s: "):
+        starting(checkpoints("v2"), "install_slow", capture_timeout=5.0)

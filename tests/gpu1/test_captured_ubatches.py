@@ -79,7 +79,7 @@ def test_replays_hide_transfers(large: Stack) -> None:
     on_link = {n: NUM_LAYERS * 2 * n * LINK_US for n in (1, 2)}
     print("\n" + ", ".join(f"{n} × {us:.0f} µs: {t:.0f} µs" for (n, us), t in times.items()))
     assert times[2, 0.0] > on_link[2], "compute cannot hide so much"
-    assert exposed[1] >= 0.9 * on_link[1], "shared experts alone are computed beside"
+    assert exposed[1] >= 0.8 * on_link[1], "shared experts alone are computed beside"
     assert exposed[2] <= 0.3 * on_link[2]
 
 

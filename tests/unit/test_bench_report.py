@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,3 +59,13 @@ def test_looking_whether_a_result_can_be_written_leaves_nothing(tmp_path: Path) 
     assert older.read_text() == "a result"
     with pytest.raises(ConfigError, match="Not a directory"):
         report.check_output(str(older / "below.json"))
+
+
+def test_results_are_json_that_all_can_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(name: str) -> None:
+        pytest.fail(f"{name} is no JSON")
+
+    file = tmp_path / "result.json"
+    report.emit({"rows": [{"largest": math.inf, "at": (1, math.nan)}], "us": 2.5}, str(file))
+    for text in (capsys.readouterr().out, file.read_text()):
+        assert json.loads(text, parse_constant=refuse) == {"rows": [{"largest": None, "at": [1, None]}], "us": 2.5}

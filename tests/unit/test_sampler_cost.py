@@ -66,7 +66,7 @@ def test_watching_a_step_costs_less_than_half_a_percent(monkeypatch: pytest.Monk
     monkeypatch.setenv(FORCE_SPLIT.name, "2")
     with in_process_llm("tiny") as llm, torch.inference_mode():
         engine = engine_of(llm)
-        engine.counters(is_brief=True)  # as a scrape does: the load of experts is sampled from now on
+        engine.counters()  # as a scrape does: the load of experts is sampled from now on
         generate(llm, NUM_STEPS)
         records, between = spy(engine)
         generate(llm, NUM_STEPS)

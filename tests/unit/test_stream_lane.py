@@ -25,6 +25,7 @@ from hocket.moe.transport import allgather_reducescatter, torch_a2a
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST, Launch
+from hocket.overlap.sm_budget import Shares, SmBudget
 from hocket.trace.spans import COMM, COMPUTE, Recorder, Span, Stage, Step
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import Transfer
@@ -247,6 +248,17 @@ def test_what_is_captured_forks_from_one_stream_and_joins_it(case: Case) -> None
     transfers = [ran for launch, ran in case.cuda.ran.items() if launch != "begin"]
     assert len(transfers) >= len(case.transport.sent)
     assert all(ran.stream is not case.compute and "begin" in ran.after for ran in transfers)
+
+
+def test_compute_runs_on_the_stream_that_the_budget_enters(case: Case) -> None:
+    part = Stream()
+    case.executor.budget = SmBudget(Shares(comm_sms=2, compute_sms=4), stream=lambda: case.cuda.stream(part))
+    case.compute = part
+    with case.cuda.stream(Stream()):
+        found = case.bench.run(case.executor, case.num_ubatches)
+    torch.testing.assert_close(found, case.expected, atol=1e-5, rtol=0)
+    case.check_order()
+    case.check_end()
 
 
 @pytest.mark.parametrize("stage", ["attention", "experts"])
