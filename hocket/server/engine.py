@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -137,6 +138,8 @@ class Engine:
 
     def _lost(self, error: HocketError) -> None:
         self.problem = f"{type(error).__name__}: {error}"
+        if self.metrics is not None:
+            self.metrics.lost(time.monotonic())
         is_hopeless = self.num_restarts > 0 and self.client.num_finished == 0
         if not self._restarts or is_hopeless:
             self._on_end(error)
