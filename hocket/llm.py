@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hocket.client import EngineClient
@@ -48,14 +48,28 @@ class LLM:
         self._start(Options.from_dict({"model": model, **options}), progress=False)
 
     @classmethod
-    def from_options(cls, options: Options, *, progress: bool = False, group: RankGroup | None = None) -> LLM:
+    def from_options(
+        cls,
+        options: Options,
+        *,
+        progress: bool = False,
+        group: RankGroup | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> LLM:
         """From checked options. `progress`: show start-up on standard error. `group`: re-use running ranks (of the
-        right number), which are left running by `close()`."""
+        right number), which are left running by `close()`. `on_wait`: told which ranks are waited for, and for what."""
         llm = cls.__new__(cls)
-        llm._start(options, progress=progress, group=group)
+        llm._start(options, progress=progress, group=group, on_wait=on_wait)
         return llm
 
-    def _start(self, options: Options, *, progress: bool, group: RankGroup | None = None) -> None:
+    def _start(
+        self,
+        options: Options,
+        *,
+        progress: bool,
+        group: RankGroup | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
         self.options = options
         self.config: EngineConfig = resolve(options)
         started = time.perf_counter()
@@ -77,7 +91,7 @@ class LLM:
             seed=options.seed,
         )
         world_size = self.config.parallel.data_parallel_size
-        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s)
+        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())

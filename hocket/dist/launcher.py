@@ -38,6 +38,8 @@ from hocket.dist.record import Records, Whereabouts, apart, behind, described, e
 from hocket.errors import HocketError, RankLost, StepDesync
 
 OnProgress = Callable[[str, int, int], None]
+OnWait = Callable[[str], None]
+"""Told "waiting for rank 1 to start", and again whenever one of those has come."""
 _POLL_S = 0.1
 _CHECK_S = 0.2
 _GATHER_CAUSES_S = 2.0
@@ -58,10 +60,11 @@ class RankGroup:
     Every failure of a rank raises, from whatever call notices it, the first cause's error, after all processes ended.
     """
 
-    def __init__(self, world_size: int, startup_timeout_s: float) -> None:
+    def __init__(self, world_size: int, startup_timeout_s: float, on_wait: OnWait | None = None) -> None:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._startup_timeout_s = startup_timeout_s
+        self._on_wait = on_wait
         self._device, self._step_timeout_s = "cpu", math.inf
         self._folder = private_folder()
         self._channel = FrontChannel(_bind_address(self._folder))
@@ -74,13 +77,13 @@ class RankGroup:
         self._checked_at = 0.0
 
     @classmethod
-    def start(cls, world_size: int, startup_timeout_s: float) -> RankGroup:
+    def start(cls, world_size: int, startup_timeout_s: float, on_wait: OnWait | None = None) -> RankGroup:
         """Start all ranks and wait until each has joined.
 
         Raises:
             RankLost: a rank did not start within the limit, or died; names it.
         """
-        group = cls(world_size, startup_timeout_s)
+        group = cls(world_size, startup_timeout_s, on_wait)
         try:
             spawned = [0] if under_torchrun() else group.ranks
             for rank in spawned:
@@ -171,9 +174,13 @@ class RankGroup:
     ) -> dict[int, Any]:
         deadline = time.monotonic() + timeout_s
         seen: dict[int, Any] = {}
+        said = ""
         while len(seen) < self.world_size:
+            missing = _listed(set(self.ranks) - seen.keys())
+            if self._on_wait is not None and missing != said:
+                self._on_wait(f"waiting for rank {missing} to {verb}")
+                said = missing
             if time.monotonic() > deadline:
-                missing = _listed(set(self.ranks) - seen.keys())
                 self.kill()
                 raise RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
             for message in self.receive(_POLL_S):

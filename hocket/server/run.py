@@ -22,6 +22,7 @@ from hocket.server.app import make_app
 from hocket.server.connection import TimedProtocol
 from hocket.server.engine import Engine
 from hocket.server.settings import Settings
+from hocket.server.starting import Starting
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_S = 3.0
@@ -38,10 +39,16 @@ def serve(options: Options, settings: Settings) -> None:
         KeyboardInterrupt: a second signal came while requests were being finished.
     """
     _allow_many_connections()
-    with _listen(settings) as listener, LLM.from_options(options, progress=True) as llm:
+    with _listen(settings) as listener, _started(options, settings, listener) as llm:
         if not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             _say(llm.summary())
         asyncio.run(_Run(options, settings, listener).serve(llm))
+
+
+def _started(options: Options, settings: Settings, listener: socket.socket) -> LLM:
+    """The LLM; until it is there, whoever asks is told what is waited for."""
+    with Starting(settings, listener, _config) as starting:
+        return LLM.from_options(options, progress=True, on_wait=starting.tell)
 
 
 class _Run:
@@ -140,7 +147,7 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The bound socket: a port that is taken is said before a model is loaded. Nobody can connect yet."""
+    """The bound socket: a port that is taken is said before a model is loaded."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
