@@ -53,7 +53,9 @@ def test_r114_not_ready_and_why() -> None:
         late.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+)
 def test_a_client_that_dawdles_does_not_keep_the_server_from_starting(sent: bytes) -> None:
     settings = Settings(port=0)
     with run._listen(settings) as listener:
