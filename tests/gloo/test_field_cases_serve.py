@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,9 @@ def until(port: int, expected: tuple[int, Any]) -> list[Any]:
     return said
 
 
+# -- start-up ---------------------------------------------------------------------------------------------------------
+
+
 def test_r114_a_rank_that_never_comes_is_named_by_health() -> None:
     """Not ready, with the reason; requests get it too. SIGTERM ends the server and the ranks that have come."""
     port = free_port()
@@ -87,5 +91,40 @@ def test_r114_a_rank_that_comes_late_is_waited_for() -> None:
         said = until(port, (200, {"status": "ok"}))
         assert said, "it is not ready at once"
         assert {status for status, _ in said} <= {0, 503}
-        assert (503, {"status": "unavailable", "reason": "starting: waiting for rank 1 to start"}) in said
+        reasons = [answer["reason"] for status, answer in said if status == 503]
+        assert any(reason.startswith("starting: waiting for rank ") for reason in reasons), reasons
         assert ask(port, "POST", "/v1/completions", '{"prompt": "In the", "max_tokens": 3}')[0] == 200
+
+
+# -- what is said of steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheduling", ["--async-scheduling", "--no-async-scheduling"])
+def test_r112_each_line_of_the_log_is_of_its_own_batch(scheduling: str) -> None:
+    """Two prompts in chunks of 16 tokens, one on each rank: lines have their chunks, then single tokens, in order, also
+    where a step is scheduled before the one before has ended."""
+    sizes, num_tokens = (37, 50), 5
+    prompts = [part for size in sizes for part in ("--prompt-token-ids", ",".join(str(5 + i) for i in range(size)))]
+    limits = ("--max-num-batched-tokens", "16", "--max-num-seqs", "4", "--max-tokens", str(num_tokens), "--ignore-eos")
+    overlap = ("--enable-dbo", "--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "4")
+    command = [sys.executable, "-m", "hocket.cli.main", "generate", "--model", "tiny", *WIDE, *overlap]
+    done = subprocess.run(
+        [*command, scheduling, *limits, *prompts],
+        env=environment(HOCKET_LOG_LEVEL="DEBUG"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    form = r"hocket rank (\d): DEBUG: step \d+: (?:prefill|decode), \w+, tokens ([\d: ]+) of padded"
+    computed: dict[str, list[int]] = {"0": [], "1": []}
+    for rank, parts in re.findall(form, done.stderr):
+        bounds = [int(end) for part in parts.split() for end in part.split(":")]
+        computed[rank].append(max(bounds) - min(bounds))
+    for rank, size in zip(computed, sizes, strict=True):
+        chunks = [16] * (size // 16) + [size % 16]
+        found = computed[rank]
+        assert found[: len(chunks)] == chunks
+        decodes = found[len(chunks) :]
+        assert len(decodes) - (num_tokens - 1) in ((0, 1) if scheduling == "--async-scheduling" else (0,))
+        assert set(decodes) == {1}
