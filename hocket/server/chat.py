@@ -84,7 +84,7 @@ class ChatForm(Form):
         choice = self._choice(completion.index, completion.token_ids, completion.logprobs)
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         ending = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-        return choice | {"message": message} | ending | self._ids(completion.token_ids, output)
+        return choice | {"message": message} | ending | self._ids(completion.token_ids, output.prompt_token_ids)
 
     def chunks(self, position: int, output: RequestOutput, index: int, gain: Gain) -> Iterator[dict[str, Any]]:
         if gain.is_first:
@@ -93,7 +93,7 @@ class ChatForm(Form):
             "delta": {"content": gain.text} if gain.text else {}
         }
         ending = {"finish_reason": gain.finish_reason, "stop_reason": gain.stop_reason}
-        yield choice | ending | self._ids(gain.token_ids, output)
+        yield choice | ending | self._ids(gain.token_ids, output.prompt_token_ids if gain.is_first else None)
 
     def _choice(self, index: int, token_ids: list[int], logprobs: list[PositionLogprobs] | None) -> dict[str, Any]:
         written = None
@@ -101,7 +101,8 @@ class ChatForm(Form):
             written = self._writer.of_chat(token_ids, logprobs, self.body.top_logprobs or 0)
         return {"index": index, "logprobs": written}
 
-    def _ids(self, token_ids: list[int], output: RequestOutput) -> dict[str, Any]:
+    def _ids(self, token_ids: list[int], prompt_token_ids: list[int] | None) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
-        return {"token_ids": token_ids, "prompt_token_ids": output.prompt_token_ids}
+        own = {"token_ids": token_ids}
+        return own if prompt_token_ids is None else own | {"prompt_token_ids": prompt_token_ids}

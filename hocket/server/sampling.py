@@ -10,6 +10,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.protocol import Sampled
 
+_FORMAT = "response_format"
 _SAME = (
     "n",
     "temperature",
@@ -34,7 +35,10 @@ _SAME = (
 
 async def schema_of(body: Sampled, engine: Engine) -> str | None:
     """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be."""
-    schema = None if body.response_format is None else body.response_format.schema_text()
+    try:
+        schema = None if body.response_format is None else body.response_format.schema_text()
+    except RecursionError:
+        raise ApiError(400, "response_format: a schema of so many levels cannot be followed", param=_FORMAT) from None
     if schema is not None:
         engine.need_tokenizer()
         await engine.check_schema(schema)
