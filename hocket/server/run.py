@@ -46,14 +46,9 @@ def serve(options: Options, settings: Settings) -> None:
 
 
 def _started(options: Options, settings: Settings, listener: socket.socket) -> LLM:
-    """The LLM; until it is there, whoever asks is told what is waited for, and SIGTERM is as Ctrl-C: a rank that hangs
-    would not notice by itself that this process has gone."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with Starting(settings, listener, _config) as starting:
-            return LLM.from_options(options, progress=True, on_wait=starting.tell)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """The LLM; until it is there, whoever asks is told what is waited for."""
+    with Starting(settings, listener, _config) as starting:
+        return LLM.from_options(options, progress=True, on_wait=starting.tell)
 
 
 class _Run:
