@@ -114,7 +114,7 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
             text, special = await render(engine, body), bool(body.add_special_tokens)
-        ids = await engine.encode(text, add_special_tokens=special)
+        ids = await engine.encode(text, add_special_tokens=special, is_prompt=False)
         answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = engine.need_tokenizer().batch_decode([[i] for i in ids])

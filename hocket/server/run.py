@@ -57,7 +57,10 @@ class _Run:
     async def serve(self, llm: LLM) -> None:
         self._loop = asyncio.get_running_loop()
         self._engine = Engine(
-            llm, self._options, restart=self._settings.on_rank_loss == "restart", on_end=self._engine_ended
+            llm,
+            self._options,
+            restart=self._settings.on_rank_loss == "restart",
+            on_end=self._engine_ended,
         )
         self._server = _Server(_config(make_app(self._engine, self._settings), self._settings), self._started)
         for number in (signal.SIGTERM, signal.SIGINT):
