@@ -1,4 +1,4 @@
-"""Many clients of a server at once, most of them rude, and what they were told. Knows nothing of the server's inside."""
+"""Many clients of a server at once, most of them rude, and what they were told. Knows nothing of a server's inside."""
 
 from __future__ import annotations
 

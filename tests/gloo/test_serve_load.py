@@ -1,4 +1,4 @@
-"""`hocket serve` under a crowd of clients of which most go: a good one is answered right, and afterwards nothing is left.
+"""`hocket serve` under a crowd most of whom go: a good client is answered right, and afterwards nothing is left.
 
 HOCKET_TEST_LOAD_S: seconds of load, 12 unless set; 300 for a long look.
 """
