@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +118,8 @@ class Hosts:
         # The group's store listens here already, so that no one takes its port; rank 0 inherits the socket.
         self.store_listener = socket.create_server((self.address, 0), backlog=4 * config.world_size)
 
-    def gather(self, timeout_s: float) -> None:
-        """Wait until every rank has a host; say every few seconds which have none.
+    def gather(self, timeout_s: float, on_wait: Callable[[str], None] | None = None) -> None:
+        """Wait until every rank has a host; say every few seconds which have none, and tell `on_wait` at once.
 
         Raises:
             RankLost: some have none within the limit; names them.
@@ -134,6 +134,8 @@ class Hosts:
             if now > said_at + REMIND_S:
                 said_at = now
                 logger.warning("waiting for a host with rank %s: %s", listed(missing), _of(now - began, timeout_s))
+            if on_wait is not None:
+                on_wait(f"waiting for a host with rank {listed(missing)}")
             self._handle(self._lobby.receive(_POLL_S), missing)
 
     def start(self, channel: str) -> None:
