@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import numbers
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,7 +31,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     After construction every value is a plain Python one (numpy's scalars are taken too), `stop`, `stop_token_ids` and
     `bad_words` are lists, `top_k` is 0 for "all tokens", `logit_bias` lies within ±100, and a greedy request
     (`temperature` < 1e-5) has `top_p`, `top_k` and `min_p` off. `max_tokens=None`: up to the model's length;
-    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary.
+    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary. `json_schema`: the output is JSON of that schema, if
+    `max_tokens` suffice for it; it wins over whatever else forbids a token (text after construction; needs llguidance).
 
     Raises ConfigError(field, value, allowed) for every wrong value.
     """
@@ -58,6 +60,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    json_schema: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._take_numbers()
@@ -109,6 +112,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             bounded = [min(max(value, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for value in values]
             self.logit_bias = dict(zip(_ids("logit_bias", list(self.logit_bias)), bounded, strict=True))
 
+        if self.json_schema is not None:
+            self.json_schema = _schema(self.json_schema)
+            if self.ignore_eos:
+                raise ConfigError("ignore_eos", True, "False", where="with json_schema, after which nothing may come")
+
     def clone(self) -> SamplingParams:
         """A checked copy that shares nothing with this one: raises ConfigError if a field was set to a wrong value."""
         return msgspec.structs.replace(self)
@@ -151,6 +159,7 @@ class Request:
     token_ids: prompt then output. num_computed_tokens: tokens whose cache entries exist or are scheduled.
     num_cached_tokens: of these, taken from the prefix cache when the request was first scheduled.
     seed: params.seed, or a value derived from request_id when there is none, so that every rank agrees.
+    follower: what follows params.json_schema (hocket.tokenizer.grammar.Follower), where there is one.
     queued_at, admitted_at: when it came and when it was first scheduled, time.perf_counter; 0: not yet.
     """
 
@@ -161,6 +170,7 @@ class Request:
         "block_ids",
         "eos_token_ids",
         "finish_reason",
+        "follower",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -194,6 +204,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.seed: int = _resolve_seed(engine_request)
         self.num_preemptions: int = 0
+        self.follower: Any = None
         self.queued_at = self.admitted_at = 0.0
 
     @property
@@ -286,6 +297,18 @@ def _strings(field: str, given: object) -> list[str]:
         return [item.encode().decode() for item in items]
     except UnicodeEncodeError:
         raise ConfigError(field, given, "valid Unicode text") from None
+
+
+def _schema(given: object) -> str:
+    """A JSON schema as text."""
+    if isinstance(given, str):
+        return given
+    try:
+        if isinstance(given, dict):
+            return json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ConfigError("json_schema", given, "a JSON schema, as a dict or as text")
 
 
 def _ids(field: str, given: object) -> list[int]:

@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from hocket.cli.options import engine_options
+from hocket.config.hosts import DEFAULT_ADDRESS, DEFAULT_PORT, HostConfig
 from hocket.config.options import Options
 from hocket.envs import API_KEY
 from hocket.errors import BackendUnavailable, ConfigError
 
 _SERVER = "Server"
 _LIMITS = "Server limits"
+_HOSTS = "Many hosts"
 
 
 @engine_options()
@@ -33,12 +35,6 @@ def serve(
         list[str] | None,
         typer.Option(help="name in the API, if not the model's; may be given again", rich_help_panel=_SERVER),
     ] = None,
-    metrics_names: Annotated[
-        str,
-        typer.Option(
-            help="prefix of the metrics that vLLM has too: hocket, or vllm for its dashboards", rich_help_panel=_SERVER
-        ),
-    ] = "hocket",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,6 +46,9 @@ def serve(
         str,
         typer.Option(help="when a rank is lost: exit (code 1), or restart all ranks", rich_help_panel=_SERVER),
     ] = "exit",
+    metrics_names: Annotated[
+        str, typer.Option(help="prefix of the metrics that vLLM has too: hocket or vllm", rich_help_panel=_SERVER)
+    ] = "hocket",
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,11 +80,39 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="seconds to finish requests after SIGTERM", min=0.0, rich_help_panel=_LIMITS)
     ] = 60.0,
+    data_parallel_size_local: Annotated[
+        int | None, typer.Option(help="ranks on this host (default: all)", min=1, rich_help_panel=_HOSTS)
+    ] = None,
+    data_parallel_start_rank: Annotated[
+        int | None, typer.Option(help="the first of them; with --headless", min=0, rich_help_panel=_HOSTS)
+    ] = None,
+    data_parallel_address: Annotated[
+        str | None,
+        typer.Option(
+            help=f"name or IPv4 address of the server's host, for the other hosts alone (default: {DEFAULT_ADDRESS})",
+            show_default=False,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    data_parallel_rpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help=f"port at which the hosts meet there (default: {DEFAULT_PORT})",
+            show_default=False,
+            min=1,
+            max=65535,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    headless: Annotated[
+        bool,
+        typer.Option("--headless", help="run ranks for a server on another host, no HTTP here", rich_help_panel=_HOSTS),
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
-    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /version and /metrics: see
-    /openapi.json.
+    Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
+    On many hosts: one command on each (docs/many-nodes.md), or torchrun.
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
@@ -109,9 +136,9 @@ def serve(
         host=host,
         port=port,
         served_model_names=tuple(served_model_name or ()),
-        metrics_names=metrics_names,
         api_keys=tuple(keys),
         on_rank_loss=on_rank_loss,
+        metrics_names=metrics_names,
         max_concurrent_requests=max_concurrent_requests,
         max_body_bytes=max_body_bytes,
         header_timeout_s=header_timeout,
@@ -123,4 +150,12 @@ def serve(
         ssl_keyfile=ssl_keyfile,
         ssl_ca_certs=ssl_ca_certs,
     )
-    run(options, settings)
+    hosts = HostConfig.from_flags(
+        options.data_parallel_size,
+        size_local=data_parallel_size_local,
+        start_rank=data_parallel_start_rank,
+        address=data_parallel_address,
+        port=data_parallel_rpc_port,
+        headless=headless,
+    )
+    run(options, settings, hosts)

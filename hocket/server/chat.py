@@ -13,7 +13,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.logprobs import LogprobWriter
 from hocket.server.protocol import ChatRequest, TokenizeRequest
-from hocket.server.sampling import sampling_params
+from hocket.server.sampling import sampling_params, schema_of
 
 _OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """What the template gets from the request's own fields."""
@@ -64,12 +64,13 @@ class ChatForm(Form):
 
     def names(self) -> dict[str, str]:
         asked = "max_completion_tokens" if self.body.max_completion_tokens is not None else "max_tokens"
-        return {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": asked}
+        renamed = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
+        return renamed | {"max_tokens": asked}
 
     async def items(self) -> list[Item]:
         body, model = self.body, self.engine.llm.client.processor.generation_config
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"json_schema": await schema_of(body, self.engine)}
         if limit is not None or "max_tokens" not in model.defaults:
             given["max_tokens"] = limit
         if body.logprobs:
@@ -83,7 +84,7 @@ class ChatForm(Form):
         choice = self._choice(completion.index, completion.token_ids, completion.logprobs)
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         ending = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-        return choice | {"message": message} | ending | self._ids(completion.token_ids, output)
+        return choice | {"message": message} | ending | self._ids(completion.token_ids, output.prompt_token_ids)
 
     def chunks(self, position: int, output: RequestOutput, index: int, gain: Gain) -> Iterator[dict[str, Any]]:
         if gain.is_first:
@@ -92,7 +93,7 @@ class ChatForm(Form):
             "delta": {"content": gain.text} if gain.text else {}
         }
         ending = {"finish_reason": gain.finish_reason, "stop_reason": gain.stop_reason}
-        yield choice | ending | self._ids(gain.token_ids, output)
+        yield choice | ending | self._ids(gain.token_ids, output.prompt_token_ids if gain.is_first else None)
 
     def _choice(self, index: int, token_ids: list[int], logprobs: list[PositionLogprobs] | None) -> dict[str, Any]:
         written = None
@@ -100,7 +101,8 @@ class ChatForm(Form):
             written = self._writer.of_chat(token_ids, logprobs, self.body.top_logprobs or 0)
         return {"index": index, "logprobs": written}
 
-    def _ids(self, token_ids: list[int], output: RequestOutput) -> dict[str, Any]:
+    def _ids(self, token_ids: list[int], prompt_token_ids: list[int] | None) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
-        return {"token_ids": token_ids, "prompt_token_ids": output.prompt_token_ids}
+        own = {"token_ids": token_ids}
+        return own if prompt_token_ids is None else own | {"prompt_token_ids": prompt_token_ids}

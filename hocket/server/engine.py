@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hocket.config.options import Options
-from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
 from hocket.server.async_client import AsyncClient, Item, Results
@@ -34,7 +34,13 @@ class Engine:
     """
 
     def __init__(
-        self, llm: LLM, options: Options, *, restart: bool, on_end: Callable[[HocketError], None], progress: bool = True
+        self,
+        llm: LLM,
+        options: Options,
+        *,
+        restart: bool,
+        on_end: Callable[[HocketError], None],
+        progress: bool = True,
     ) -> None:
         self.llm = llm
         self.options = options
@@ -95,9 +101,15 @@ class Engine:
             raise ConfigError("skip_tokenizer_init", True, "false", where="for this request, which needs the tokenizer")
         return self.tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; a long text does not keep the loop."""
+    async def encode(self, text: str, *, add_special_tokens: bool, is_prompt: bool = True) -> list[int]:
+        """Token ids; a long text does not keep the loop. Raises CapacityError for a prompt that is sure to be too long,
+        before its tokens are counted."""
         encode = self.need_tokenizer().encode
+        if is_prompt and (least := self.need_tokenizer().least_tokens(text)) >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {least} tokens or more; with one token of output at most {self.max_model_len - 1} fit "
+                f"(max_model_len {self.max_model_len})"
+            )
         if len(text) <= _INLINE_CHARS:
             return encode(text, add_special_tokens=add_special_tokens)
         return await self._on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
@@ -109,7 +121,15 @@ class Engine:
     async def render(self, messages: list[Any], **template: Any) -> str:
         """The prompt of a conversation, by the model's template. Raises ConfigError where that refuses it."""
         chat = self.need_tokenizer().template()
-        return await self._on_thread(lambda: chat.render(messages, **template))
+        try:
+            return await self._on_thread(lambda: chat.render(messages, **template))
+        except RecursionError:
+            raise ConfigError("messages", "…", "fewer levels of lists and objects") from None
+
+    async def check_schema(self, schema: str) -> None:
+        """Raise ConfigError for a JSON schema that no output can follow."""
+        processor = self.llm.client.processor
+        await self._on_thread(lambda: processor.check_schema(schema))
 
     async def _on_thread(self, what: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
@@ -132,7 +152,7 @@ class Engine:
             """On a thread of its own, which does not keep the process when that is told to end."""
             try:
                 self.llm.close()
-                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress)
+                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress, hosts=self.llm.hosts)
             except HocketError as failure:
                 found = failure
             except Exception as failure:

@@ -6,9 +6,11 @@ from typing import Any
 
 from hocket.generation_config import GenerationConfig
 from hocket.request import SamplingParams
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.protocol import Sampled
 
+_FORMAT = "response_format"
 _SAME = (
     "n",
     "temperature",
@@ -29,6 +31,18 @@ _SAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+
+async def schema_of(body: Sampled, engine: Engine) -> str | None:
+    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be."""
+    try:
+        schema = None if body.response_format is None else body.response_format.schema_text()
+    except RecursionError:
+        raise ApiError(400, "response_format: a schema of so many levels cannot be followed", param=_FORMAT) from None
+    if schema is not None:
+        engine.need_tokenizer()
+        await engine.check_schema(schema)
+    return schema
 
 
 def sampling_params(body: Sampled, model: GenerationConfig, *, detokenize: bool, **given: Any) -> SamplingParams:

@@ -49,6 +49,7 @@ class DecodeGraph:
         self.ids: Tensor
         self._model, self._forward = model, forward
         self._graph: Captured
+        self._fullest = HostInputs.nothing()  # of the steps since replays were timed
 
     def capture(self, pool: GraphPool) -> None:
         """Run the step a few times, then once more while it is recorded. All ranks of an expert group together."""
@@ -57,11 +58,16 @@ class DecodeGraph:
 
     def replay(self, host: HostInputs) -> None:
         """Put the step of `host`, at most S requests of one token each, on the current stream."""
+        if host.num_tokens >= self._fullest.num_tokens:
+            self._fullest = host
         self.inputs.fill(host)
         self._graph.replay()
 
     def replay_us(self, count: int) -> float:
-        """µs of one of `count` replays back to back, over what the last step left in the buffers."""
+        """µs of one of `count` replays back to back, of the step since the last such call that had most requests: at
+        the end of a run few are left, which use the same graph. It writes into those requests' places in the caches."""
+        fullest, self._fullest = self._fullest, HostInputs.nothing()
+        self.inputs.fill(fullest)
         return self._graph.replay_us(count)
 
     def _run(self) -> None:

@@ -19,6 +19,7 @@ from in_process import engine_of, in_process_llm
 from hocket.cache.storage import block_of, num_blocks_of
 from hocket.errors import CapacityError, HocketError, UBatchFailed
 from hocket.overlap.executor import EXECUTORS, UBatchExecutor
+from hocket.worker.inputs import HostInputs
 
 LENGTHS = (1, 2, 7, 33, 64, 12, 5, 9)
 
@@ -128,3 +129,30 @@ def test_what_is_asked_for_and_was_not_captured(path: Callable[[str], Path], for
         pytest.raises(HocketError, match="of 2 rows in 3 ubatches, only of 1 rows in 1, 2 rows in 1, 2 rows in 2"),
     ):
         engine_of(llm).runner.graphs[2, 3]
+
+
+def test_replays_are_timed_with_the_most_requests_there_were(
+    path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run few requests are left, and their steps replay the same graph."""
+    checkpoint = path("v2")
+    filled: list[int] = []
+    with (
+        graphs_on_cpu.in_this_process(),
+        in_process_llm(checkpoint, max_num_seqs=8, cudagraph_capture_sizes="8") as llm,
+        torch.inference_mode(),
+    ):
+        graph = engine_of(llm).runner.graphs[8, 1]
+        fill = graph.inputs.fill
+
+        def noted(host: HostInputs) -> None:
+            filled.append(host.num_tokens)
+            fill(host)
+
+        for most in (8, 3):
+            params = [greedy(4 + 3 * i) for i in range(most)]
+            llm.generate(prompts(checkpoint, LENGTHS[:most], num_tokens=26), params, use_tqdm=False)
+            with monkeypatch.context() as patched:
+                patched.setattr(graph.inputs, "fill", noted)
+                assert graph.replay_us(1) > 0
+    assert filled == [8, 3]

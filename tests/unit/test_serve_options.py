@@ -41,6 +41,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (("one", "--model", "another"), ("model", "'another'")),
         (("--on-rank-loss", "wait"), ("on_rank_loss", "exit or restart")),
         (("--api-key", " "), ("api_key",)),
+        (("--metrics-names", "ours"), ("metrics_names", "hocket, vllm")),
         (("--ssl-certfile", "cert.pem"), ("ssl_certfile", "--ssl-keyfile")),
         (("--host", "no.such.host.invalid"), ("host", "no.such.host.invalid")),
         (("--port", "70000"), ("--port", "65535")),
@@ -84,7 +85,7 @@ def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
     given = []
     monkeypatch.setenv("HOCKET_API_KEY", "secret")
-    monkeypatch.setattr(run, "serve", lambda options, settings: given.append((options.model, settings.api_keys)))
+    monkeypatch.setattr(run, "serve", lambda options, settings, hosts: given.append((options.model, settings.api_keys)))
     monkeypatch.setattr("sys.argv", ["hocket", "serve", "some/model", "--api-key", "other"])
     assert main() == 0
     assert given == [("some/model", ("other", "secret"))]
