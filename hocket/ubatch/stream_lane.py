@@ -31,7 +31,7 @@ captured (`worker/capture.py`)."""
 class Recorded(Pending):
     """Work on the lane's stream, and the event behind it. The host does not know when it runs, so it has no times."""
 
-    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+    def __init__(self, done: torch.cuda.Event, device: int | None) -> None:
         self._done = done
         self._device = device
 
@@ -46,7 +46,7 @@ class StreamLane(Lane):
     After a failure the lane is broken: what is launched later fails at once in the same way, so that nobody waits for
     a collective whose peers have gone.
 
-    torch is told the device wherever it takes one: to find out which one is current it asks the driver and the
+    torch is told the device's number wherever it takes one: to find out which one is current it asks the driver and the
     environment each time, which takes longer than what is asked for.
     """
 
@@ -54,7 +54,7 @@ class StreamLane(Lane):
     knows_times = False
 
     def __init__(self, device: torch.device, record: Record | None = None) -> None:
-        self._device = device
+        self._device = device.index
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._record = record or Record()
         self._broken: BaseException | None = None
