@@ -81,7 +81,7 @@ class FakeStreams:
         self.may_time = False
         self.timed: list[Stream] = []
         self._threads = threading.local()
-        for name in ("stream", "current_stream"):
+        for name in ("stream", "current_stream", "set_stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", type("Event", (Event,), {"cuda": self}))
@@ -96,6 +96,9 @@ class FakeStreams:
             self._threads.stream = Stream()
         found: Stream = self._threads.stream
         return found
+
+    def set_stream(self, stream: Stream) -> None:
+        self._threads.stream = stream
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

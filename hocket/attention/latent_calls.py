@@ -58,6 +58,14 @@ def attend_expanded(query: Tensor, context: Tensor, kv_b: Tensor, wrapper: Any, 
     num_heads, width, latent_width = kv_b.shape
     plain = query.shape[2] - (context.shape[1] - latent_width)
     expanded = F.linear(context[:, :latent_width], kv_b.flatten(0, 1)).view(context.shape[0], num_heads, width)
-    shared = context[:, None, latent_width:].expand(-1, num_heads, -1)
-    key = torch.cat((expanded[..., :plain], shared), dim=-1)
-    wrapper.run(query, key, expanded[..., plain:], out=out)
+    wrapper.run(query, _keys(expanded, context, plain, latent_width), expanded[..., plain:], out=out)
+
+
+def _keys(expanded: Tensor, context: Tensor, plain: int, latent_width: int) -> Tensor:
+    """expanded [S, H, N + V], context [S, L + P] → keys [S, H, N + P], whose last P all heads share."""
+    if expanded.is_cuda:
+        from hocket.attention.expanded_keys import expanded_keys
+
+        return expanded_keys(expanded, context, plain, latent_width)
+    shared = context[:, None, latent_width:].expand(-1, expanded.shape[1], -1)
+    return torch.cat((expanded[..., :plain], shared), dim=-1)

@@ -80,7 +80,8 @@ class Kernels:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, beside: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x, residual and, if there is one, beside [T, N] → (`rms_norm` of their sum, the sum)."""
+        """x, residual and, if there is one, beside [T, N] → (`rms_norm` of their sum, the sum); the residual may be
+        overwritten."""
         total = residual + (x if beside is None else x + beside)
         return self.rms_norm(total, weight, eps), total
 

@@ -10,7 +10,10 @@ from hocket.quant import fp8
 
 
 class Linear(nn.Module):
-    """y = x · weightᵀ (+ bias), weight [out_features, in_features]. Unset until loaded; the bias starts at 0."""
+    """y = x · weightᵀ (+ bias), weight [out_features, in_features]. Unset until loaded; the bias starts at 0.
+
+    It has no hooks: there are five products in a layer, and looking for hooks takes the host as long as a small launch.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,12 @@ class Linear(nn.Module):
         """x [T, in_features] → [T, out_features]."""
         return self.kernels.linear(x, self.weight, self.bias)
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
     def gated(self, gate_up: Tensor) -> Tensor:
         """The product of silu(gate) · up, gate_up [T, 2 · in_features] holding both → [T, out_features]."""
-        out: Tensor = self(self.kernels.silu_mul(gate_up))
-        return out
+        return self(self.kernels.silu_mul(gate_up))
 
 
 class Fp8Linear(Linear):

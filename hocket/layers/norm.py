@@ -25,7 +25,8 @@ class RMSNorm(nn.Module):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None, beside: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, width] and what it is added to (None: nothing) → (norm of the sum, the sum)."""
+        """x [T, width] and what it is added to (None: nothing), which may be overwritten → (norm of
+        the sum, the sum)."""
         if residual is None:
             assert beside is None
             return self(x), x

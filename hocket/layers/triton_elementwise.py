@@ -24,7 +24,6 @@ def _rms_norm_kernel(
     beside,
     weight,
     out,
-    total,
     x_stride,
     width,
     eps,
@@ -40,7 +39,7 @@ def _rms_norm_kernel(
         value += tl.load(residual + row * width + cols, mask=inside, other=0.0).to(tl.float32)
         if HAS_BESIDE:
             value += tl.load(beside + row * width + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total + row * width + cols, value, mask=inside)
+        tl.store(residual + row * width + cols, value, mask=inside)  # the sum, over what it is of
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
     gain = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + cols, value * scale * gain, mask=inside)
@@ -61,19 +60,17 @@ def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """x [T, N] (rows may lie apart), residual [T, N] and beside [T, N], which is only added where there is a residual →
-    (norm of their sum, the sum or None without a residual)."""
+    (norm of their sum, the sum or None without a residual). A contiguous residual becomes the sum."""
     num_rows, width = x.shape
     stride, step = x.stride()
     assert step == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = None
     if residual is not None:
         residual = residual.contiguous()
         beside = None if beside is None else beside.contiguous()
-        total = torch.empty_like(out)
     has = residual is not None, beside is not None
-    _rms_norm_launch(num_rows, width, stride, eps, *has)(x, residual, beside, weight, out, total)
-    return out, total
+    _rms_norm_launch(num_rows, width, stride, eps, *has)(x, residual, beside, weight, out)
+    return out, residual
 
 
 @launches

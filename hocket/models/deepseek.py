@@ -66,8 +66,7 @@ class LatentAttention(Attention):
         query, latent, is_stored = kernels.latent_rows(
             q, compressed, k_rot, norm.weight, norm.eps, rotation, attention.places(cache, plan)
         )
-        out: Tensor = self.o(attention.latent(query, latent, self._kv_b, cache, plan, self.scale, is_stored))
-        return out
+        return self.o(attention.latent(query, latent, self._kv_b, cache, plan, self.scale, is_stored))
 
     @property
     def _kv_b(self) -> Tensor:

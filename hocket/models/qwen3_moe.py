@@ -42,7 +42,7 @@ class NormedHeadsAttention(Attention):
 
     def forward(self, x: Tensor, rotation: Rotation, plan: Plan, cache: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         query, key, value = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         weights = self.q_norm.weight, self.k_norm.weight
         query, key = self.backends.kernels.normed_heads(query, key, *weights, self.q_norm.eps, rotation)

@@ -48,7 +48,7 @@ class ThreadState:
                 switch()
 
     def _is_on_its_stream(self) -> bool:
-        return self._stream is None or bool(torch.cuda.current_stream(self._stream.device) == self._stream)
+        return self._stream is None or bool(torch.cuda.current_stream(self._stream.device.index) == self._stream)
 
     @contextlib.contextmanager
     def _base(self) -> Iterator[None]:

@@ -31,11 +31,12 @@ captured (`worker/capture.py`)."""
 class Recorded(Pending):
     """Work on the lane's stream, and the event behind it. The host does not know when it runs, so it has no times."""
 
-    def __init__(self, done: torch.cuda.Event) -> None:
+    def __init__(self, done: torch.cuda.Event, device: int | None) -> None:
         self._done = done
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class StreamLane(Lane):
@@ -44,36 +45,47 @@ class StreamLane(Lane):
 
     After a failure the lane is broken: what is launched later fails at once in the same way, so that nobody waits for
     a collective whose peers have gone.
+
+    torch is told the device's number wherever it takes one: to find out which one is current it asks the driver and the
+    environment each time, which takes longer than what is asked for.
     """
 
     has_own_thread = False
     knows_times = False
 
     def __init__(self, device: torch.device, record: Record | None = None) -> None:
+        self._device = device.index
         self._stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._record = record or Record()
         self._broken: BaseException | None = None
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return _recorded(torch.cuda.current_stream(self._device))
 
     def launch(self, work: Work, name: str, after: Any = None) -> Pending:
         if self._broken is not None:
             raise self._broken
         self._record.begin_transfer(name)
+        caller = torch.cuda.current_stream(self._device)
         try:
-            with torch.cuda.stream(self._stream):
-                if after is not None:
-                    self._stream.wait_event(after)
-                work()
-                done = self.mark()
+            if after is not None:
+                self._stream.wait_event(after)
+            torch.cuda.set_stream(self._stream)
+            work()
+            done = _recorded(self._stream)
         except BaseException as error:  # the record stays at the transfer that failed
             self._broken = error
             raise
+        finally:
+            torch.cuda.set_stream(caller)
         self._record.end_transfer()
-        return Recorded(done)
+        return Recorded(done, self._device)
 
     def close(self) -> None:
         return None
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

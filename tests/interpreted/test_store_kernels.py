@@ -1,4 +1,5 @@
-"""Rows stored in the paged cache in Triton's interpreter: the same bits as the plain way, and nothing beside them."""
+"""Rows stored in the paged cache, and keys of heads, in Triton's interpreter: the same bits as the plain way, and
+nothing beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hocket.attention import store
+from hocket.attention import latent_calls, store
+from hocket.attention.expanded_keys import expanded_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 NUM_BLOCKS, BLOCK_SIZE = 5, 3
@@ -44,3 +46,18 @@ def test_latent_rows(num_slots: int, width: int, dtype: torch.dtype) -> None:
     store.store_latent(found, latent, slots)
     plain.store_latent(expected, latent, slots)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+@pytest.mark.parametrize(("num_heads", "plain", "rotated", "value"), [(1, 1, 2, 1), (3, 20, 6, 12), (20, 16, 8, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_heads(
+    num_tokens: int, num_heads: int, plain: int, rotated: int, value: int, dtype: torch.dtype
+) -> None:
+    """Of latents whose rows lie apart."""
+    latent_width = 7
+    expanded = torch.randn(num_tokens, num_heads, plain + value).to(dtype)
+    context = torch.randn(num_tokens, latent_width + rotated + 3).to(dtype)[:, : latent_width + rotated]
+    found = expanded_keys(expanded, context, plain, latent_width)
+    assert found.is_contiguous()
+    assert torch.equal(found, latent_calls._keys(expanded, context, plain, latent_width))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ def _layout(hidden_size: int, top_k: int, dtype: torch.dtype) -> tuple[int, int,
     return x_end, ids_at, ids_end, weights_at, weights_end, _align(weights_end)
 
 
+@cache
+def _parts(hidden_size: int, top_k: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of x, padding, ids, number, padding, weights, padding."""
+    x_end, ids_at, ids_end, weights_at, weights_end, row_bytes = _layout(hidden_size, top_k, dtype)
+    ends = (0, x_end, ids_at, ids_end - SLOT_BYTES, ids_end, weights_at, weights_end, row_bytes)
+    return tuple(end - start for start, end in pairwise(ends))
+
+
 @dataclass(frozen=True, slots=True)
 class RowFormat:
     """The layout of rows for one hidden size, dtype and top-k."""
@@ -53,15 +62,16 @@ class RowFormat:
             from hocket.moe.transport import pack_kernels
 
             rows = torch.empty(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
-            pack_kernels.pack(self._views(rows), x, ids, weights, number, DROPPED)
+            _, ids_at, _, weights_at, _, _ = _layout(self.hidden_size, self.top_k, self.dtype)
+            pack_kernels.pack(rows, ids_at, weights_at, x, ids, weights, number, DROPPED)
             return rows
         rows = torch.zeros(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
-        row_x, row_ids, row_weights = self._views(rows)
+        row_x, row_ids, row_numbers, row_weights = self._views(rows)
         count = x.shape[0]
         row_x[:count] = x
-        row_ids[:count, :-1] = ids
-        row_ids[count:, :-1] = DROPPED
-        row_ids[:, -1] = number
+        row_ids[:count] = ids
+        row_ids[count:] = DROPPED
+        row_numbers[:] = number
         row_weights[:count] = weights
         return rows
 
@@ -73,17 +83,14 @@ class RowFormat:
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """uint8 [N, row_bytes] → (x [N, D], ids int32 [N, K], weights fp32 [N, K]), all of them views."""
-        x, ids, weights = self._views(rows)
-        return x, ids[:, :-1], weights
+        x, ids, _, weights = self._views(rows)
+        return x, ids, weights
 
     def numbers(self, rows: Tensor) -> Tensor:
         """uint8 [N, row_bytes] → int32 [N]: the number each row was packed with."""
-        return self._views(rows)[1][:, -1]
+        return self._views(rows)[2][:, 0]
 
-    def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_end, ids_at, ids_end, weights_at, weights_end, _ = _layout(self.hidden_size, self.top_k, self.dtype)
-        return (
-            rows[:, :x_end].view(self.dtype),
-            rows[:, ids_at:ids_end].view(torch.int32),
-            rows[:, weights_at:weights_end].view(torch.float32),
-        )
+    def _views(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, ids, numbers [N, 1] and weights."""
+        x, _, ids, number, _, weights, _ = rows.split_with_sizes(_parts(self.hidden_size, self.top_k, self.dtype), 1)
+        return x.view(self.dtype), ids.view(torch.int32), number.view(torch.int32), weights.view(torch.float32)
