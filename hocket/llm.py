@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,15 +59,23 @@ class LLM:
         progress: bool = False,
         group: RankGroup | None = None,
         hosts: HostConfig | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> LLM:
         """From checked options. `progress`: show start-up on standard error. `group`: re-use running ranks (of the
-        right number), which are left running by `close()`. `hosts`: other hosts have some of the ranks."""
+        right number), which are left running by `close()`. `hosts`: other hosts have some of the ranks. `on_wait`: told
+        which ranks are waited for, and for what."""
         llm = cls.__new__(cls)
-        llm._start(options, progress=progress, group=group, hosts=hosts)
+        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait)
         return llm
 
     def _start(
-        self, options: Options, *, progress: bool, group: RankGroup | None = None, hosts: HostConfig | None = None
+        self,
+        options: Options,
+        *,
+        progress: bool,
+        group: RankGroup | None = None,
+        hosts: HostConfig | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> None:
         self.options, self.hosts = options, hosts
         self.config: EngineConfig = resolve(options)
@@ -91,7 +99,7 @@ class LLM:
         )
         world_size = self.config.parallel.data_parallel_size
         others = Hosts(hosts, must_agree(options)) if hosts is not None else None
-        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others)
+        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())

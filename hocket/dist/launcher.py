@@ -41,6 +41,8 @@ from hocket.errors import HocketError, RankLost, StepDesync
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
+OnWait = Callable[[str], None]
+"""Told "waiting for rank 1 to start", and again whenever one of those has come."""
 _POLL_S = 0.1
 _CHECK_S = 0.2
 _GATHER_CAUSES_S = 2.0
@@ -61,11 +63,18 @@ class RankGroup:
     Every failure of a rank raises, from whatever call notices it, the first cause's error, after all processes ended.
     """
 
-    def __init__(self, world_size: int, startup_timeout_s: float, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        startup_timeout_s: float,
+        hosts: Hosts | None = None,
+        on_wait: OnWait | None = None,
+    ) -> None:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._hosts = hosts
         self._startup_timeout_s = startup_timeout_s
+        self._on_wait = on_wait
         self._device, self._step_timeout_s = "cpu", math.inf
         self._folder = private_folder()
         self._channel = FrontChannel(f"tcp://{hosts.address}:*" if hosts else _bind_address(self._folder))
@@ -78,13 +87,19 @@ class RankGroup:
         self._checked_at = 0.0
 
     @classmethod
-    def start(cls, world_size: int, startup_timeout_s: float, hosts: Hosts | None = None) -> RankGroup:
+    def start(
+        cls,
+        world_size: int,
+        startup_timeout_s: float,
+        hosts: Hosts | None = None,
+        on_wait: OnWait | None = None,
+    ) -> RankGroup:
         """Start all ranks and wait until each has joined. hosts: the other hosts, which is closed with the group.
 
         Raises:
             RankLost: a rank or its host did not come within the limit, or died; names it.
         """
-        group = cls(world_size, startup_timeout_s, hosts)
+        group = cls(world_size, startup_timeout_s, hosts, on_wait)
         try:
             if hosts is not None:
                 hosts.gather(startup_timeout_s)
@@ -182,8 +197,12 @@ class RankGroup:
         deadline = time.monotonic() + timeout_s
         said_at = time.monotonic()
         seen: dict[int, Any] = {}
+        said = ""
         while len(seen) < self.world_size:
             now, missing = time.monotonic(), listed(set(self.ranks) - seen.keys())
+            if self._on_wait is not None and missing != said:
+                self._on_wait(f"waiting for rank {missing} to {verb}")
+                said = missing
             if now > deadline:
                 self.kill()
                 raise RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")

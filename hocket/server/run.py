@@ -27,6 +27,7 @@ from hocket.server.app import make_app
 from hocket.server.connection import TimedProtocol
 from hocket.server.engine import Engine
 from hocket.server.settings import Settings
+from hocket.server.starting import Starting
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_S = 3.0
@@ -57,7 +58,7 @@ def serve(options: Options, settings: Settings, hosts: HostConfig | None = None)
                 signal.signal(number, signal.SIG_IGN)
             LLM.from_options(options)  # does not return
     _allow_many_connections()
-    with _listen(settings) as listener, LLM.from_options(options, progress=True, hosts=hosts) as llm:
+    with _listen(settings) as listener, _started(options, settings, listener, hosts) as llm:
         if not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             _say(llm.summary())
         asyncio.run(_Run(options, settings, listener).serve(llm))
@@ -81,6 +82,12 @@ def _check_torchrun(hosts: HostConfig | None, *, restarts: bool) -> None:
         raise ConfigError("data_parallel_size_local", hosts.num_ranks, allowed, where="under torchrun")
     if restarts:
         raise ConfigError("on_rank_loss", "restart", "exit, and torchrun's --max-restarts", where="under torchrun")
+
+
+def _started(options: Options, settings: Settings, listener: socket.socket, hosts: HostConfig | None) -> LLM:
+    """The LLM; until it is there, whoever asks is told what is waited for."""
+    with Starting(settings, listener, _config) as starting:
+        return LLM.from_options(options, progress=True, hosts=hosts, on_wait=starting.tell)
 
 
 class _Run:
@@ -182,7 +189,7 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The bound socket: a port that is taken is said before a model is loaded. Nobody can connect yet."""
+    """The bound socket: a port that is taken is said before a model is loaded."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
