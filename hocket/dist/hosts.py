@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,8 @@ class Roster:
             return f"--data-parallel-size is {message.world_size} there and {self._world_size} at the server"
         ranks = _Guest(message, 0.0).ranks
         if not ranks or ranks[0] < 0 or ranks[-1] >= self._world_size:
-            return f"it has ranks {ranks[:1]}… of {self._world_size}"
+            last = message.start_rank + message.num_ranks - 1
+            return f"its ranks, {message.start_rank} to {last}, are none of {self._world_size}"
         keys = sorted(self._must_agree.keys() | message.must_agree.keys())
         for key in keys:
             there, here = message.must_agree.get(key), self._must_agree.get(key)
@@ -118,8 +120,8 @@ class Hosts:
         # The group's store listens here already, so that no one takes its port; rank 0 inherits the socket.
         self.store_listener = socket.create_server((self.address, 0), backlog=4 * config.world_size)
 
-    def gather(self, timeout_s: float) -> None:
-        """Wait until every rank has a host; say every few seconds which have none.
+    def gather(self, timeout_s: float, on_wait: Callable[[str], None] | None = None) -> None:
+        """Wait until every rank has a host; say every few seconds which have none, and tell `on_wait` at once.
 
         Raises:
             RankLost: some have none within the limit; names them.
@@ -128,6 +130,8 @@ class Hosts:
         said_at = began
         while missing := self._roster.missing(time.monotonic()):
             now = time.monotonic()
+            if on_wait is not None:
+                on_wait(f"waiting for a host with rank {listed(missing)}")
             if now > began + timeout_s:
                 where = f"at {self.config.address}:{self.config.port}"
                 raise RankLost(f"no host with rank {listed(missing)} came {where} within {timeout_s:g} s (--startup-timeout)")

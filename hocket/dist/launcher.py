@@ -102,7 +102,7 @@ class RankGroup:
         group = cls(world_size, startup_timeout_s, hosts, on_wait)
         try:
             if hosts is not None:
-                hosts.gather(startup_timeout_s)
+                hosts.gather(startup_timeout_s, on_wait)
                 hosts.start(group._channel.address)
             group._spawn_all()
             group._wait_for(Hello, startup_timeout_s, "start")

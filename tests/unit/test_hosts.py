@@ -106,9 +106,11 @@ def test_what_does_not_fit_is_refused(message: Join, expected: str) -> None:
 def test_missing_ranks_are_named_while_waiting_and_after_the_limit(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    told: list[str] = []
     monkeypatch.setattr(hosts_module, "REMIND_S", 0.1)
     with caplog.at_level(logging.WARNING), pytest.raises(RankLost, match=r"rank 1, 2, 3 came .* within 0\.5 s"):
-        hosts.gather(0.5)
+        hosts.gather(0.5, told.append)
+    assert set(told) == {"waiting for a host with rank 1, 2, 3"}
     assert "waiting for a host with rank 1, 2, 3: 0 of 0.5 s" in caplog.text
 
 
