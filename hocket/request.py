@@ -21,6 +21,9 @@ MAX_COMPLETIONS = 16384
 MAX_TEMPERATURE = 1e4
 MAX_LOGIT_BIAS = 100.0
 
+REASONING_STARTS = ("none", "maybe", "open")
+"""How an output may begin: with its content; with reasoning if it says so; with reasoning."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -30,7 +33,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     After construction every value is a plain Python one (numpy's scalars are taken too), `stop`, `stop_token_ids` and
     `bad_words` are lists, `top_k` is 0 for "all tokens", `logit_bias` lies within ±100, and a greedy request
     (`temperature` < 1e-5) has `top_p`, `top_k` and `min_p` off. `max_tokens=None`: up to the model's length;
-    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary.
+    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary. `reasoning`: how the output begins; stop strings count
+    only after a reasoning, <think>…</think>: "none", "maybe" (if it begins with <think>), "open" (<think> was said).
 
     Raises ConfigError(field, value, allowed) for every wrong value.
     """
@@ -58,6 +62,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    reasoning: str = "none"
 
     def __post_init__(self) -> None:
         self._take_numbers()
@@ -92,6 +97,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             setattr(self, field, _flag(field, getattr(self, field)))
 
     def _take_lists(self) -> None:
+        if self.reasoning not in REASONING_STARTS:
+            raise ConfigError("reasoning", self.reasoning, " or ".join(REASONING_STARTS))
         self.stop = _strings("stop", self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
         if self.stop and not self.detokenize:
