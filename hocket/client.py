@@ -6,7 +6,7 @@ Knows which rank has which request; knows nothing of how ranks work or of how re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -101,8 +101,6 @@ class EngineClient:
     """
 
     balance_by_tokens: bool = False
-    on_stats: Callable[[Stats], None] | None = None
-    """Gets the counters that ranks were asked for with `ask_stats`."""
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
@@ -212,9 +210,7 @@ class EngineClient:
         for message in messages:
             if isinstance(message, StepFailed):
                 failed.append(self._fail(message))
-            elif isinstance(message, Stats) and self.on_stats is not None:
-                self.on_stats(message)
-            elif isinstance(message, Counters) and self.listener is not None:
+            if isinstance(message, Counters) and self.listener is not None:
                 self.listener.counted(message.stats)
             if not isinstance(message, StepOutputs):
                 continue
@@ -276,12 +272,8 @@ class EngineClient:
 
     def ask_counters(self) -> None:
         """Have every rank tell the listener its sums (`StepStats.totals`, the scheduler's, expert load), also while it
-        works; the answers come in with `poll` and `advance`."""
+        works; the answers come in with `poll`."""
         self.group.broadcast(GetCounters())
-
-    def ask_stats(self, *, reset: bool = False) -> None:
-        """Ask every rank for its counters without waiting: `on_stats` gets them, also while they work."""
-        self.group.broadcast(GetStats(reset=reset))
 
     def record_steps(self, num_steps: int, *, skip: int = 0, phase: str = "") -> None:
         """Have every rank record `num_steps` steps after the next `skip`, of `phase` ("prefill", "decode", "": any)."""

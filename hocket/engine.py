@@ -24,6 +24,7 @@ from hocket.worker.capture import TimeLimit, unlimited
 from hocket.worker.in_flight import InFlight, StepResult
 from hocket.worker.laps import Laps
 from hocket.worker.runner import OnProgress, Runner
+from hocket.worker.schemas import Schemas
 from hocket.worker.stats import StepRecord, StepStats
 from hocket.worker.step_log import StepLog
 
@@ -65,6 +66,7 @@ class Engine:
             long_prefill_token_threshold=limits.long_prefill_token_threshold,
             prefill_interval=limits.prefill_interval,
         )
+        self._schemas = Schemas(config)
         self.stats = StepStats()
         self.log = StepLog(mesh.rank, config.overlap, self.scheduler.counters)
         self._digest = config.digest
@@ -86,7 +88,9 @@ class Engine:
     def add(self, requests: Iterable[EngineRequest]) -> None:
         """Queue requests. Raises CapacityError for one that can never fit."""
         for engine_request in requests:
-            self.scheduler.add(Request(engine_request))
+            request = Request(engine_request)
+            self._schemas.attach(request)
+            self.scheduler.add(request)
 
     def abort(self, request_ids: list[str], reason: str = "abort") -> None:
         """End requests, counted under `reason`; unknown ids are ignored (they may just have finished)."""

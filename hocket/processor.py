@@ -23,6 +23,7 @@ from hocket.outputs import (
 from hocket.prompt import ParsedPrompt, Prompt, parse_prompt
 from hocket.request import MAX_SEED, EngineRequest, SamplingParams
 from hocket.tokenizer.detokenizer import Detokenizer
+from hocket.tokenizer.grammar import Grammars
 from hocket.tokenizer.tokenizer import Tokenizer
 
 
@@ -68,6 +69,7 @@ class Processor:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, vocab_size)
         self.generation_config = generation_config or GenerationConfig()
         of_tokenizer = None if tokenizer is None else tokenizer.eos_token_id
         self.eos_token_ids = merge_token_ids(self.generation_config.eos_token_ids, tuple(eos_token_ids), of_tokenizer)
@@ -213,9 +215,17 @@ class Processor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
         if self.tokenizer is None:
-            for field in ("stop", "bad_words"):
+            for field in ("stop", "bad_words", "json_schema"):
                 if getattr(params, field):
                     raise ConfigError(field, getattr(params, field), "None", where="with skip_tokenizer_init")
+        elif isinstance(params.json_schema, str):
+            self.check_schema(params.json_schema)
+
+    def check_schema(self, schema: str) -> None:
+        """Raise ConfigError for a JSON schema that no output can follow. Takes up to 0.3 s the first time for each
+        schema, and may be called on any thread."""
+        assert self.grammars is not None
+        self.grammars.check(schema, self.eos_token_ids)
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         largest = max(ids, default=0)

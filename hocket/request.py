@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import numbers
 from enum import IntEnum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,8 +34,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     After construction every value is a plain Python one (numpy's scalars are taken too), `stop`, `stop_token_ids` and
     `bad_words` are lists, `top_k` is 0 for "all tokens", `logit_bias` lies within ±100, and a greedy request
     (`temperature` < 1e-5) has `top_p`, `top_k` and `min_p` off. `max_tokens=None`: up to the model's length;
-    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary. `reasoning`: how the output begins; stop strings count
-    only after a reasoning, <think>…</think>: "none", "maybe" (if it begins with <think>), "open" (<think> was said).
+    `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary. `json_schema`: the output is JSON of that schema, if
+    `max_tokens` suffice for it; it wins over whatever else forbids a token (text after construction; needs llguidance).
+    `reasoning`: how the output begins; stop strings count only after a reasoning, <think>…</think>: "none", "maybe" (if
+    it begins with <think>), "open" (<think> was said).
 
     Raises ConfigError(field, value, allowed) for every wrong value.
     """
@@ -62,6 +65,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    json_schema: str | dict[str, Any] | None = None
     reasoning: str = "none"
 
     def __post_init__(self) -> None:
@@ -116,6 +120,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             bounded = [min(max(value, -MAX_LOGIT_BIAS), MAX_LOGIT_BIAS) for value in values]
             self.logit_bias = dict(zip(_ids("logit_bias", list(self.logit_bias)), bounded, strict=True))
 
+        if self.json_schema is not None:
+            self.json_schema = _schema(self.json_schema)
+            if self.ignore_eos:
+                raise ConfigError("ignore_eos", True, "False", where="with json_schema, after which nothing may come")
+
     def clone(self) -> SamplingParams:
         """A checked copy that shares nothing with this one: raises ConfigError if a field was set to a wrong value."""
         return msgspec.structs.replace(self)
@@ -158,6 +167,7 @@ class Request:
     token_ids: prompt then output. num_computed_tokens: tokens whose cache entries exist or are scheduled.
     num_cached_tokens: of these, taken from the prefix cache when the request was first scheduled.
     seed: params.seed, or a value derived from request_id when there is none, so that every rank agrees.
+    follower: what follows params.json_schema (hocket.tokenizer.grammar.Follower), where there is one.
     queued_at, admitted_at: when it came and when it was first scheduled, time.perf_counter; 0: not yet.
     """
 
@@ -168,6 +178,7 @@ class Request:
         "block_ids",
         "eos_token_ids",
         "finish_reason",
+        "follower",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -201,6 +212,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self.seed: int = _resolve_seed(engine_request)
         self.num_preemptions: int = 0
+        self.follower: Any = None
         self.queued_at = self.admitted_at = 0.0
 
     @property
@@ -293,6 +305,18 @@ def _strings(field: str, given: object) -> list[str]:
         return [item.encode().decode() for item in items]
     except UnicodeEncodeError:
         raise ConfigError(field, given, "valid Unicode text") from None
+
+
+def _schema(given: object) -> str:
+    """A JSON schema as text."""
+    if isinstance(given, str):
+        return given
+    try:
+        if isinstance(given, dict):
+            return json.dumps(given, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ConfigError("json_schema", given, "a JSON schema, as a dict or as text")
 
 
 def _ids(field: str, given: object) -> list[int]:

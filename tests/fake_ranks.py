@@ -13,9 +13,7 @@ from typing import Any
 from hocket.channel.messages import (
     Abort,
     AddRequests,
-    GetStats,
     RankMessage,
-    Stats,
     StepFailed,
     StepOutputs,
     ToRank,
@@ -59,9 +57,6 @@ class FakeGroup:
         self.sent.append((rank, received))
         if isinstance(received, AddRequests):
             self._running |= {r.request_id: (rank, r, list(self.script(r))) for r in received.requests}
-        elif isinstance(received, GetStats):
-            stats = {"rank": rank, "running": len(self._running)}
-            self._said.append(encode(Stats(rank=rank, stats=stats)))
         elif isinstance(received, Abort):
             for request_id in received.request_ids:
                 assert self._running.pop(request_id)[0] == rank, "told the wrong rank"
@@ -95,7 +90,7 @@ class FakeGroup:
                 self._said.append(encode(StepOutputs(rank=rank, outputs=outputs)))
 
     def _gain(self, request: EngineRequest, left: list[int]) -> TokenOutput:
-        token = left.pop(0) if left else request.eos_token_ids[0]
+        token = left.pop(0) if left else next(iter(request.eos_token_ids), 5)
         is_stop = not left and token in request.eos_token_ids
         num_done = request.max_tokens = request.max_tokens - 1
         reason = "stop" if is_stop else "length" if num_done == 0 else None

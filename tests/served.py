@@ -56,8 +56,8 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(LIMIT_S)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counters of the ranks, by rank."""
-        return asyncio.run_coroutine_threadsafe(self.engine.client.stats(), self.loop).result(LIMIT_S)
+        """Counters of the ranks, by rank; while nothing runs."""
+        return list(self.on_loop(self.llm.stats))
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the server is so."""

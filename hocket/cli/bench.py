@@ -225,3 +225,63 @@ def handover(
     from hocket.bench.handover import run
 
     run(num_ubatches=num_ubatches, num_hand_overs=num_hand_overs, repeats=repeats, output=output)
+
+
+@bench_app.command()
+def serve(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="a running server; if given again, all in turn", show_default=False),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="requests of a run", min=1)] = 64,
+    request_rate: Annotated[
+        float | None, typer.Option(help="requests that arrive a second (default: all at once)", min=1e-3)
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson: at random; fixed: evenly")] = "poisson",
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="requests at once; more wait, which no figure shows (default: no limit)", min=1)
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt", min=1)] = 64,
+    output_len: Annotated[int, typer.Option(help="tokens to generate per request", min=1)] = 64,
+    prompts_file: Annotated[
+        str | None, typer.Option(help="text file, one prompt a line, instead of random tokens")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="random token ids are below this", min=1)] = 1000,
+    chat: Annotated[bool, typer.Option("--chat", help="each line of the file is a user's message")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="generate all --output-len tokens")] = True,
+    temperature: Annotated[float, typer.Option(help="0: greedy", min=0.0)] = 0.0,
+    model: Annotated[str | None, typer.Option(help="name to send (default: the one that is served)")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key to send (default: HOCKET_API_KEY)")] = None,
+    limit: Annotated[float, typer.Option(help="seconds that an answer may take", min=0.1)] = 600.0,
+    repeats: _Repeats = 3,
+    output: _Output = None,
+) -> None:
+    """Load on a running server: when first tokens and further ones come, and tokens a second.
+
+    Open loop: requests arrive at their rate, whatever became of those before. Any server with OpenAI's API will do.
+    Exit code 1: requests failed (the table says why).
+
+    Example: hocket bench serve --url http://127.0.0.1:8000 --request-rate 8 --output-len 32
+    """
+    from hocket.bench.http_client import Server
+    from hocket.bench.serve import Load, run
+    from hocket.envs import API_KEY
+
+    load = Load(
+        num_prompts=num_prompts,
+        input_len=input_len,
+        output_len=output_len,
+        request_rate=request_rate,
+        arrivals=arrivals,
+        max_concurrency=max_concurrency,
+        prompts_file=prompts_file,
+        vocab_size=vocab_size,
+        chat=chat,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        model=model,
+    )
+    servers = [Server(one, api_key or API_KEY.get(), limit) for one in url or ["http://127.0.0.1:8000"]]
+    report = run(servers, load, repeats=repeats, output=output)
+    if any(row["num_failed"] for row in report["rows"]):
+        raise typer.Exit(1)

@@ -33,12 +33,6 @@ def serve(
         list[str] | None,
         typer.Option(help="name in the API, if not the model's; may be given again", rich_help_panel=_SERVER),
     ] = None,
-    metrics_names: Annotated[
-        str,
-        typer.Option(
-            help="prefix of the metrics that vLLM has too: hocket, or vllm for its dashboards", rich_help_panel=_SERVER
-        ),
-    ] = "hocket",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,6 +44,9 @@ def serve(
         str,
         typer.Option(help="when a rank is lost: exit (code 1), or restart all ranks", rich_help_panel=_SERVER),
     ] = "exit",
+    metrics_names: Annotated[
+        str, typer.Option(help="prefix of the metrics that vLLM has too: hocket or vllm", rich_help_panel=_SERVER)
+    ] = "hocket",
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -84,8 +81,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
-    Also /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /version and /metrics: see
-    /openapi.json.
+    Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
@@ -109,9 +105,9 @@ def serve(
         host=host,
         port=port,
         served_model_names=tuple(served_model_name or ()),
-        metrics_names=metrics_names,
         api_keys=tuple(keys),
         on_rank_loss=on_rank_loss,
+        metrics_names=metrics_names,
         max_concurrent_requests=max_concurrent_requests,
         max_body_bytes=max_body_bytes,
         header_timeout_s=header_timeout,

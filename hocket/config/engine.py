@@ -106,6 +106,8 @@ class EngineConfig:
     graphs: GraphConfig
     startup_timeout_s: float
     step_timeout_s: float
+    tokenizer_path: str = ""
+    """Where a rank finds the tokenizer, which it needs to follow JSON schemas; "": there is none."""
 
     @property
     def digest(self) -> int:

@@ -93,6 +93,7 @@ def resolve_and_say(options: Options, gpus: int | None = None) -> tuple[EngineCo
         graphs=_graphs(options, device, scheduler.max_num_seqs, overlap, why),
         startup_timeout_s=options.startup_timeout,
         step_timeout_s=options.step_timeout,
+        tokenizer_path="" if options.skip_tokenizer_init else options.tokenizer or str(folder),
     )
     return config, why
 

@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from hocket import __version__
 from hocket.errors import ConfigError
-from hocket.metrics.show import Metrics
 from hocket.prompt import parse_prompt
 from hocket.server import errors
 from hocket.server.answers import answer, check_model
@@ -67,11 +66,9 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     app = FastAPI(title="Hocket", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     errors.install(app)
-    metrics = Metrics(engine.llm.config, names[0], settings.metrics_names)
-    engine.count_into(metrics)
     app.include_router(_generating(engine, names))
     app.include_router(_texts(engine, names))
-    app.include_router(_looking(engine, names, metrics))
+    app.include_router(_looking(engine, names))
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -136,7 +133,7 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
     return router
 
 
-def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRouter:
+def _looking(engine: Engine, names: tuple[str, ...]) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
     started = int(time.time())
 
@@ -167,9 +164,8 @@ def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRou
         return Json({"server_load": engine.client.num_requests, "ranks": engine.loads()})
 
     @router.get("/metrics")
-    async def scrape() -> Response:
-        text = await metrics.scrape(engine.client.ask_counters)
-        return Response(text, headers={"content-type": metrics.content_type})
+    async def metrics() -> Response:
+        return Response(await engine.scrape(), media_type=engine.metrics.content_type)
 
     async def health() -> Response:
         if engine.problem is not None:

@@ -7,15 +7,16 @@ waited for: who reads slowly finds more at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hocket.channel.messages import Stats
 from hocket.client import EngineClient, FailedStep
 from hocket.errors import HocketError, UBatchFailed, revive
 from hocket.outputs import RequestOutput
 from hocket.request import SamplingParams
 
+logger = logging.getLogger(__name__)
 TICK_S = 0.2
 """How often ranks are looked at that say nothing."""
 Item = tuple[str, Any, SamplingParams | None, int | None]
@@ -99,9 +100,6 @@ class AsyncClient:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._results: dict[str, Results] = {}
-        self._stats: dict[int, dict[str, Any]] = {}
-        self._asked_stats: asyncio.Future[list[dict[str, Any]]] | None = None
-        client.on_stats = self._take_stats
         self._fd = client.group.fileno()
         self._loop.add_reader(self._fd, self._pump)
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -154,31 +152,8 @@ class AsyncClient:
         for result in results.values():
             result.fail(error)
 
-    async def stats(self) -> list[dict[str, Any]]:
-        """Step counters of every rank, by rank, as `LLM.stats()` has them; also while requests run.
-
-        Raises:
-            HocketError: the engine is lost, before or meanwhile.
-        """
-        if self.lost is not None:
-            raise revive(type(self.lost).__name__, str(self.lost))
-        if self._asked_stats is None:
-            self._asked_stats, self._stats = self._loop.create_future(), {}
-            try:
-                self.client.ask_stats()
-            except HocketError as error:
-                if not self._note_loss(error):
-                    raise
-            else:
-                self._look_again()
-        return await asyncio.shield(self._asked_stats)
-
     def ask_counters(self) -> None:
-        """Have the ranks tell the EngineClient's listener their sums.
-
-        Raises:
-            HocketError: the engine is lost.
-        """
+        """As `EngineClient.ask_counters`. Raises HocketError where the ranks are gone."""
         if self.lost is not None:
             raise revive(type(self.lost).__name__, str(self.lost))
         try:
@@ -187,12 +162,6 @@ class AsyncClient:
             self._note_loss(error)
             raise
         self._look_again()
-
-    def _take_stats(self, message: Stats) -> None:
-        self._stats[message.rank] = message.stats
-        if self._asked_stats is not None and len(self._stats) == self.client.group.world_size:
-            asked, self._asked_stats = self._asked_stats, None
-            asked.set_result([self._stats[rank] for rank in self.client.group.ranks])
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """For Results: nobody waits for these any more."""
@@ -224,14 +193,16 @@ class AsyncClient:
             return
         try:
             changed, failed = self.client.advance(0.0)
-        except HocketError as error:
-            if not self._note_loss(error):
-                raise
-            return
-        for step in failed:
-            self._fail(step)
-        self._deliver(changed)
-        self._look_again()
+            for step in failed:
+                self._fail(step)
+            self._deliver(changed)
+            self._look_again()
+        except Exception as error:  # nobody above would learn of it, and all who wait would wait for ever
+            if isinstance(error, HocketError) and self._note_loss(error):
+                return
+            logger.exception("what the ranks said could not be taken")
+            self.client.group.kill()
+            self._note_loss(HocketError(f"the front failed: {type(error).__name__}: {error}"))
 
     def _look_again(self) -> None:
         """Sending may have taken the descriptor's sign that there is something to receive."""
@@ -262,7 +233,5 @@ class AsyncClient:
             self.lost = error
             self.close()
             self.fail_all(error)
-            if self._asked_stats is not None:
-                self._asked_stats.set_exception(error)
             self._on_lost(error)
         return True

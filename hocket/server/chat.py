@@ -13,7 +13,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.logprobs import LogprobWriter
 from hocket.server.protocol import ChatRequest, TokenizeRequest
-from hocket.server.sampling import sampling_params
+from hocket.server.sampling import sampling_params, schema_of
 
 _OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """What the template gets from the request's own fields."""
@@ -64,12 +64,13 @@ class ChatForm(Form):
 
     def names(self) -> dict[str, str]:
         asked = "max_completion_tokens" if self.body.max_completion_tokens is not None else "max_tokens"
-        return {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": asked}
+        renamed = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
+        return renamed | {"max_tokens": asked}
 
     async def items(self) -> list[Item]:
         body, model = self.body, self.engine.llm.client.processor.generation_config
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"json_schema": await schema_of(body, self.engine)}
         if limit is not None or "max_tokens" not in model.defaults:
             given["max_tokens"] = limit
         if body.logprobs:

@@ -14,7 +14,7 @@ from hocket.server.async_client import Item
 from hocket.server.errors import ApiError
 from hocket.server.logprobs import LogprobWriter
 from hocket.server.protocol import MAX_PROMPTS, CompletionRequest
-from hocket.server.sampling import sampling_params
+from hocket.server.sampling import sampling_params, schema_of
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -32,19 +32,22 @@ class CompletionForm(Form):
         self._offsets: dict[tuple[int, int], int] = {}
         self._is_prompt_only = bool(self.body.echo) and self.body.max_tokens == 0
 
+    def names(self) -> dict[str, str]:
+        return {"json_schema": "response_format"}
+
     async def items(self) -> list[Item]:
         prompts = _prompts(self.body.prompt)
         if len(prompts) * (self.body.n or 1) > MAX_PROMPTS:
             raise ApiError(400, f"prompt: at most {MAX_PROMPTS} completions, over all prompts", param="prompt")
-        params = self._params()
+        params = self._params(await schema_of(self.body, self.engine))
         return [
             (f"{self.answer_id}-{i}" if i else self.answer_id, await self._tokenised(prompt), params, self.rank)
             for i, prompt in enumerate(prompts)
         ]
 
-    def _params(self) -> SamplingParams:
+    def _params(self, json_schema: str | None) -> SamplingParams:
         body, model = self.body, self.engine.llm.client.processor.generation_config
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"json_schema": json_schema}
         if self._is_prompt_only:
             given["max_tokens"] = 1
         elif body.max_tokens is not None or "max_tokens" not in model.defaults:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ from hocket.config.options import Options
 from hocket.errors import ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
+from hocket.metrics.table import NAMES
 from hocket.server.async_client import AsyncClient, Item, Results
 from hocket.server.errors import unavailable
 from hocket.tokenizer.idioms import ChatTokenizer
@@ -34,27 +34,31 @@ class Engine:
     """
 
     def __init__(
-        self, llm: LLM, options: Options, *, restart: bool, on_end: Callable[[HocketError], None], progress: bool = True
+        self,
+        llm: LLM,
+        options: Options,
+        *,
+        restart: bool,
+        on_end: Callable[[HocketError], None],
+        model_name: str = "",
+        metrics_names: str = NAMES[0],
+        progress: bool = True,
     ) -> None:
         self.llm = llm
         self.options = options
         self.problem: str | None = None
         """Why no request can be taken now."""
         self._restarts = restart
+        self._metrics_of = model_name or options.model, metrics_names
         self._on_end = on_end
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
         self.num_restarts = 0
-        self.metrics: Metrics | None = None
         self._connect()
-
-    def count_into(self, metrics: Metrics) -> None:
-        """From now on, also over restarts."""
-        self.metrics = self.llm.client.listener = metrics
 
     def _connect(self) -> None:
         self.llm.client.balance_by_tokens = True
-        self.llm.client.listener = self.metrics
+        self.metrics = self.llm.client.listener = Metrics(self.llm.config, *self._metrics_of)
         self.client = AsyncClient(self.llm.client, self._lost)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -72,6 +76,10 @@ class Engine:
         """Raise ApiError where no request can be taken now."""
         if self.problem is not None:
             raise unavailable(self.problem)
+
+    async def scrape(self) -> bytes:
+        """What is counted, as Prometheus' text; of the kind that `metrics.content_type` says."""
+        return await self.metrics.scrape(self.client.ask_counters)
 
     @property
     def max_model_len(self) -> int:
@@ -111,6 +119,11 @@ class Engine:
         chat = self.need_tokenizer().template()
         return await self._on_thread(lambda: chat.render(messages, **template))
 
+    async def check_schema(self, schema: str) -> None:
+        """Raise ConfigError for a JSON schema that no output can follow."""
+        processor = self.llm.client.processor
+        await self._on_thread(lambda: processor.check_schema(schema))
+
     async def _on_thread(self, what: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
@@ -118,8 +131,6 @@ class Engine:
 
     def _lost(self, error: HocketError) -> None:
         self.problem = f"{type(error).__name__}: {error}"
-        if self.metrics is not None:
-            self.metrics.lost(time.monotonic())
         is_hopeless = self.num_restarts > 0 and self.client.num_finished == 0
         if not self._restarts or is_hopeless:
             self._on_end(error)

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 from starlette.responses import Response
 
-from hocket.errors import CapacityError, ConfigError, HocketError, OverlapError
+from hocket.errors import BackendUnavailable, CapacityError, ConfigError, HocketError, OverlapError
 from hocket.server.async_client import Closed
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ def api_error(error: Exception, *, names: dict[str, str] | None = None) -> ApiEr
         return ApiError(400, message, param=param)
     if isinstance(error, CapacityError):
         return ApiError(400, str(error), param=names.get("prompt", "prompt"), code="context_length_exceeded")
+    if isinstance(error, BackendUnavailable):
+        return ApiError(400, str(error), code="unsupported_parameter")
     if isinstance(error, OverlapError):
         return ApiError(500, f"{type(error).__name__}: {error}", kind="engine_error", code="engine_failed")
     return ApiError(500, f"{type(error).__name__}: {error}", kind="internal_error")

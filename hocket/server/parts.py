@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hocket.server import tool_calls
-from hocket.server.tool_calls import CallPiece, ToolCalls
+from hocket.server.tool_calls import CallFinder, CallPiece
 from hocket.tokenizer.reasoning import ReasoningSplit
 
 
@@ -19,21 +18,22 @@ class Part:
 
 
 class AnswerParts:
-    """Splits one answer, whole or as it comes. start: how it begins (REASONING_STARTS). tools: the name of the
-    tool-call parser; None: calls are content."""
+    """Splits one answer, whole or as it comes. start: how it begins (REASONING_STARTS). calls: finds tool calls in what
+    follows the reasoning; None: there are none."""
 
-    def __init__(self, start: str, tools: str | None) -> None:
+    def __init__(self, start: str, calls: CallFinder | None) -> None:
         self._reasoning = ReasoningSplit(start)
-        self._tools = None if tools is None else ToolCalls(tool_calls.PARSERS[tools])
+        self._calls = calls
 
     @property
     def num_calls(self) -> int:
-        return 0 if self._tools is None else self._tools.num_calls
+        """Calls that have begun so far."""
+        return 0 if self._calls is None else self._calls.num_calls
 
     def feed(self, piece: str, *, is_last: bool) -> Part:
         """What a piece of the answer brings."""
         reasoning, content = self._reasoning.feed(piece, is_last=is_last)
-        if self._tools is None:
+        if self._calls is None:
             return Part(reasoning, content, [])
-        found = self._tools.feed(content, is_last=is_last)
+        found = self._calls.feed(content, is_last=is_last)
         return Part(reasoning, found.content, found.calls)

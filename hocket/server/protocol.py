@@ -6,7 +6,8 @@ no answer is taken and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
@@ -22,12 +23,11 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "ask for `n` completions and choose"),
     "suffix": ((None, ""), "text is only continued"),
     "use_beam_search": ((None, False), "completions are sampled"),
-    "response_format": ((None, {"type": "text"}), "only text can be asked for"),
-    "structured_outputs": ((None,), "only text can be asked for"),
-    "guided_json": ((None,), "only text can be asked for"),
-    "guided_regex": ((None,), "only text can be asked for"),
-    "guided_choice": ((None,), "only text can be asked for"),
-    "guided_grammar": ((None,), "only text can be asked for"),
+    "structured_outputs": ((None,), "say it as response_format"),
+    "guided_json": ((None,), "say it as response_format"),
+    "guided_regex": ((None,), "a pattern may stand in a JSON schema: response_format"),
+    "guided_choice": ((None,), "an enum may stand in a JSON schema: response_format"),
+    "guided_grammar": ((None,), "only JSON schemas are followed: response_format"),
     "tools": ((None, []), "tool calls are not parsed"),
     "tool_choice": ((None, "none", "auto"), "tool calls are not parsed"),
     "functions": ((None, []), "tool calls are not parsed"),
@@ -102,6 +102,33 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="taken, without effect")
 
 
+class JsonSchema(BaseModel):
+    """A schema, and what it is called."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="JSON schema; none: any object")
+    strict: bool | None = Field(None, description="it is always followed strictly")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must be."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def schema_text(self) -> str | None:
+        """The JSON schema to follow, as text; None: none."""
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema is not None else None
+        return json.dumps(schema or {"type": "object"})
+
+
 class Sampled(Body):
     """How to sample: what `SamplingParams` takes, which checks the values."""
 
@@ -129,9 +156,13 @@ class Sampled(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="also give token ids")
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or JSON of a schema")
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Sampled:
+        given = self.response_format
+        if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+            raise ApiError(400, "response_format: json_schema goes with type json_schema", param="response_format")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream true", param="stream_options")
         return self

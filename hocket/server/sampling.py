@@ -6,6 +6,7 @@ from typing import Any
 
 from hocket.generation_config import GenerationConfig
 from hocket.request import SamplingParams
+from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.protocol import Sampled
 
@@ -29,6 +30,15 @@ _SAME = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+
+
+async def schema_of(body: Sampled, engine: Engine) -> str | None:
+    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be."""
+    schema = None if body.response_format is None else body.response_format.schema_text()
+    if schema is not None:
+        engine.need_tokenizer()
+        await engine.check_schema(schema)
+    return schema
 
 
 def sampling_params(body: Sampled, model: GenerationConfig, *, detokenize: bool, **given: Any) -> SamplingParams:

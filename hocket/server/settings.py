@@ -22,9 +22,9 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_names: tuple[str, ...] = ()
-    metrics_names: str = NAMES[0]
     api_keys: tuple[str, ...] = ()
     on_rank_loss: str = "exit"
+    metrics_names: str = NAMES[0]
     max_concurrent_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
     header_timeout_s: float = 10.0
@@ -38,9 +38,9 @@ class Settings:
     ssl_ca_certs: str | None = None
 
     def __post_init__(self) -> None:
-        check_names(self.metrics_names)
         if self.on_rank_loss not in ON_RANK_LOSS:
             raise ConfigError("on_rank_loss", self.on_rank_loss, " or ".join(ON_RANK_LOSS))
+        check_names(self.metrics_names)
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key", "…", "text of ASCII characters, not empty")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hocket.tokenizer.markers import first_marker, num_settled
 
@@ -32,6 +32,16 @@ class Syntax:
     @property
     def marks(self) -> tuple[str, ...]:
         return self.begin, self.end, *self.silent
+
+
+class CallFinder(Protocol):
+    """Splits one answer."""
+
+    num_calls: int
+
+    def feed(self, piece: str, *, is_last: bool = False) -> Found:
+        """What a piece of the answer brings."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,9 +67,9 @@ class ToolCalls:
     def __init__(self, syntax: Syntax) -> None:
         self._syntax = syntax
         self._kept = ""
+        self.num_calls = 0
         self._part: Callable[[Found, bool], bool] = self._outside
         self._value = _Value()
-        self.num_calls = 0
 
     def feed(self, piece: str, *, is_last: bool = False) -> Found:
         """What a piece of the answer brings."""
@@ -135,6 +145,48 @@ class ToolCalls:
         return True
 
 
+class OneCall:
+    """An answer that is, by its grammar, the arguments of a call of one tool."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.num_calls = 0
+
+    def feed(self, piece: str, *, is_last: bool = False) -> Found:
+        """What a piece of the answer brings."""
+        name = None if self.num_calls else self._name
+        self.num_calls = 1
+        return Found(calls=[CallPiece(0, name, piece)] if piece or name else [])
+
+
+class ListedCalls:
+    """An answer that is, by its grammar, a list of objects with a `name` and then `parameters`."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._kept = ""
+        self._value: _Value | None = None
+
+    def feed(self, piece: str, *, is_last: bool = False) -> Found:
+        """What a piece of the answer brings."""
+        self._kept += piece
+        found = Found()
+        while self._kept:
+            if self._value is None:
+                head = _LISTED.match(self._kept)
+                if head is None:
+                    break
+                found.calls.append(CallPiece(self.num_calls, _text(head["name"]), ""))
+                self.num_calls += 1
+                self._kept, self._value = self._kept[head.end() :], _Value()
+            end = self._value.end(self._kept)
+            text = self._kept if end is None else self._kept[:end]
+            found.calls.append(CallPiece(self.num_calls - 1, None, text))
+            self._kept = self._kept[len(text) :]
+            self._value = self._value if end is None else None
+        return found
+
+
 class _Value:
     """Finds the end of a JSON object. What stands where JSON cannot have it ends it, too."""
 
@@ -166,6 +218,9 @@ class _Value:
 
 
 _STRING = r'"(?P<name>(?:[^"\\]|\\.)*)"'
+
+
+_LISTED = re.compile(rf'[\s\[,}}]*\{{\s*"name"\s*:\s*{_STRING}\s*,\s*"parameters"\s*:\s*(?=\{{)', re.DOTALL)
 
 
 def _text(escaped: str) -> str:

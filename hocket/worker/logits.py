@@ -22,17 +22,21 @@ _FIRST_WIDTH = 256
 def process_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Masks, bias and penalties of all rows: fp32 [N, V]; `logits` itself when no row has any, else a changed copy.
 
-    Order: allowed_token_ids; bad words, logit_bias and min_tokens; repetition, then frequency and presence penalties.
+    Order: allowed_token_ids; bad words, logit_bias and min_tokens; repetition, then frequency and presence penalties;
+    json_schema.
     """
     rows = [i for i, request in enumerate(requests) if is_processed(request)]
     if not rows:
         return logits
-    logits = logits.clone()
+    given, logits = logits, logits.clone()
     _apply_allowed(logits, [(i, requests[i]) for i in rows if requests[i].params.allowed_token_ids is not None])
     _apply_bans(logits, [(i, banned_ids(requests[i])) for i in rows])
     _apply_bias(logits, [(i, bias) for i in rows if (bias := requests[i].params.logit_bias)])
     _apply_repetition(logits, [(i, requests[i]) for i in rows if requests[i].params.repetition_penalty != 1])
     _apply_counts(logits, [(i, requests[i]) for i in rows if _has_count_penalty(requests[i])])
+    for i in rows:
+        if requests[i].follower is not None:
+            logits[i] = _within_schema(logits[i], given[i], requests[i])
     return logits
 
 
@@ -45,6 +49,7 @@ def is_processed(request: Request) -> bool:
         or params.logit_bias
         or params.repetition_penalty != 1
         or _has_count_penalty(request)
+        or request.follower is not None
         or params.min_tokens > request.num_output_tokens
     )
 
@@ -72,6 +77,16 @@ def banned_ids(request: Request) -> set[int]:
     if allowed is not None and banned.issuperset(allowed):
         return set()
     return banned
+
+
+def _within_schema(logits: Tensor, given: Tensor, request: Request) -> Tensor:
+    """fp32 [V] with what the request's schema does not allow at -inf. Where all that it allows is forbidden otherwise
+    that does not count: `given` are the logits before."""
+    follower, vocab_size = request.follower, logits.shape[0]
+    new_ids = request.token_ids[request.num_prompt_tokens + follower.num_tokens :]
+    allowed = sent(follower.allowed(new_ids, vocab_size), torch.bool, logits.device)
+    kept = logits.masked_fill(~allowed, -math.inf)
+    return kept if bool(kept.amax() > -math.inf) else given.masked_fill(~allowed, -math.inf)
 
 
 def _apply_allowed(logits: Tensor, rows: list[tuple[int, Request]]) -> None:

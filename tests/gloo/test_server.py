@@ -80,6 +80,23 @@ def test_the_answers_are_those_of_llm(served: Served) -> None:
         assert all(rank["overlap"]["split"] == 0 for rank in after)
 
 
+def test_r111_every_rank_counts_its_requests(served: Served) -> None:
+    def value(name: str, rank: int, more: str = "") -> float:
+        connection = served.connect()
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        connection.close()
+        found = [line for line in lines if line.startswith(name) and f'engine="{rank}"' in line and more in line]
+        return sum(float(line.split()[-1]) for line in found)
+
+    name = "hocket:request_success_total"
+    before = [value(name, rank) for rank in range(2)]
+    assert served.post(COMPLETIONS, greedy("") | {"prompt": PROMPTS})[0] == 200
+    assert [value(name, rank) - before[rank] for rank in range(2)] == [4, 4]
+    split = value("hocket:overlap_steps_total", 0, 'reason="split"')
+    assert (split > 0) == (served.llm.config.overlap.num_ubatches > 1)
+
+
 def test_r010_logprobs_after_a_batch_are_finite(served: Served) -> None:
     together = greedy("", logprobs=5, echo=True) | {"prompt": PROMPTS}
     for body in (together, greedy("In the beginning", logprobs=5)):
@@ -89,6 +106,35 @@ def test_r010_logprobs_after_a_batch_are_finite(served: Served) -> None:
             values = [value for value in choice["logprobs"]["token_logprobs"] if value is not None]
             assert values
             assert all(math.isfinite(value) and value <= 0 for value in values)
+
+
+def test_an_answer_is_json_of_its_schema_beside_others(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    body = {
+        "messages": [{"role": "user", "content": "Who was Emma?"}],
+        "response_format": form,
+        "temperature": 2.0,
+        "max_tokens": 200,
+        "n": 4,
+        "seed": 1,
+    }
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(served.post, COMPLETIONS, greedy("In the beginning"))
+        chunks = served.stream("/v1/chat/completions", body)
+        assert beside.result()[1]["choices"][0]["text"] == expected(served.llm, served, ["In the beginning"])[0]
+    for index in range(4):
+        deltas = [c["delta"] for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        person = json.loads("".join(delta.get("content", "") for delta in deltas))
+        assert person.keys() == {"name", "old"}
+        assert isinstance(person["old"], bool)
+    _, answer = served.post(COMPLETIONS, greedy("Hello", ignore_eos=False, response_format={"type": "json_object"}))
+    assert answer["choices"][0]["text"].lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

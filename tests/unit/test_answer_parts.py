@@ -36,9 +36,16 @@ def deepseek_v31(*calls: tuple[str, str]) -> str:
     return CALLS + "".join(f"{V3.begin}{name}{SEP}{arguments}{V3.end}" for name, arguments in calls) + CALLS_END
 
 
+def finder(name: str) -> tool_calls.CallFinder:
+    """What finds calls: the parser of that name, or for answers that a grammar made calls."""
+    if name == "listed":
+        return tool_calls.ListedCalls()
+    return tool_calls.OneCall("one") if name == "one" else tool_calls.ToolCalls(tool_calls.PARSERS[name])
+
+
 def parsed(pieces: list[str], start: str = "none", tools: str | None = None) -> tuple[str, str, list[list[str]]]:
     """Reasoning, content, and name and arguments of each call."""
-    parts = AnswerParts(start, tools)
+    parts = AnswerParts(start, None if tools is None else finder(tools))
     thought, content, calls = "", "", list[list[str]]()
     for at, piece in enumerate(pieces):
         found = parts.feed(piece, is_last=at == len(pieces) - 1)
@@ -92,6 +99,12 @@ def test_a_call_that_is_not_closed_ends_where_the_next_begins() -> None:
     assert parsed([text], tools="hermes") == ("", "", [["f", '{"a": 1}'], ["g", '{"b": ']])
 
 
+def test_calls_that_a_grammar_made() -> None:
+    text = f'[{{"name": "weather", "parameters": {WEATHER}}}, {{"name": "now", "parameters": {{}}}}]'
+    assert parsed([text], tools="listed") == ("", "", [["weather", WEATHER], ["now", "{}"]])
+    assert parsed([WEATHER], tools="one") == ("", "", [["one", WEATHER]])
+
+
 @pytest.mark.parametrize(
     ("start", "text", "thought", "content"),
     [
@@ -128,11 +141,12 @@ def test_the_prompt_says_how_the_answer_begins() -> None:
 
 PIECES = [
     *("<think>", "</think>", "<", "<t", "</t", "\n", "  ", "a", "Yes.", '"', "\\", "{", "}", '{"name": "f", "arguments": '),
+    *('{"name": "l", "parameters": {', "[", "}, "),
     *("<tool_call>", "</tool_call>", hermes("f", WEATHER), hermes("g", "[]"), '{"name": "h"}', CALLS, CALLS_END),
     *(V3.begin, V3.end, SEP, "function", deepseek_v3(("f", WEATHER)), deepseek_v31(("g", "{}"), ("h", '{"a": "<"}'))),
 ]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
-TOOLS = st.sampled_from([None, *tool_calls.PARSERS])
+TOOLS = st.sampled_from([None, "listed", "one", *tool_calls.PARSERS])
 STARTS = st.sampled_from(["none", "maybe", "open"])
 
 

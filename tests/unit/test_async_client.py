@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_ranks import FakeGroup
 
-from hocket.channel.messages import Abort, AddRequests, GetStats
+from hocket.channel.messages import Abort, AddRequests
 from hocket.client import EngineClient
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -177,17 +177,16 @@ def test_balance_goes_by_tokens_still_to_compute() -> None:
     run(test)
 
 
-def test_counters_come_while_requests_run_and_end_with_the_ranks() -> None:
-    async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
-        fake.paused = True
-        results = client.submit([("a", [5], PARAMS, 1)])
-        both = await asyncio.gather(client.stats(), client.stats())
-        assert both == [[{"rank": 0, "running": 1}, {"rank": 1, "running": 1}]] * 2
-        assert sum(isinstance(message, GetStats) for _, message in fake.sent) == 2
-        fake.lose("rank 0 ended")
-        with pytest.raises(RankLost, match="rank 0"):
-            await client.stats()
-        with pytest.raises(RankLost, match="rank 0"):
-            await anext(results)
+def test_nobody_waits_for_ever_where_the_front_itself_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: AsyncClient, fake: FakeGroup, lost: list[HocketError]) -> None:
+        def broken(output: Any) -> None:
+            raise KeyError("a fault of ours")
+
+        client.client.processor.process = broken  # type: ignore[method-assign]
+        with pytest.raises(HocketError, match="the front failed: KeyError"):
+            await ids_of(client.submit([("a", [5], PARAMS, None)]))
+        assert fake.closed
+        assert len(lost) == 1
 
     run(test)
+    assert "a fault of ours" in caplog.text
