@@ -1,8 +1,11 @@
-"""An answer's parts: reasoning, content, tool calls. Knows no requests and no JSON of answers."""
+"""An answer's parts: reasoning, content, tool calls, and how calls look in answers. Knows no requests."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hocket.server.tool_calls import CallFinder, CallPiece
 from hocket.tokenizer.reasoning import ReasoningSplit
@@ -37,3 +40,32 @@ class AnswerParts:
             return Part(reasoning, content, [])
         found = self._calls.feed(content, is_last=is_last)
         return Part(reasoning, found.content, found.calls)
+
+
+def whole_calls(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """`tool_calls` of an answer that is not streamed."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append({"id": _call_id(), "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[-1]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+def call_chunks(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """`tool_calls` of a chunk."""
+    return [
+        {"index": piece.index, "function": {"arguments": piece.arguments}}
+        if piece.name is None
+        else {
+            "index": piece.index,
+            "id": _call_id(),
+            "type": "function",
+            "function": {"name": piece.name, "arguments": piece.arguments},
+        }
+        for piece in pieces
+    ]
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"

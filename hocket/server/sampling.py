@@ -32,9 +32,13 @@ _SAME = (
 )
 
 
-async def schema_of(body: Sampled, engine: Engine) -> str | None:
-    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be."""
-    schema = None if body.response_format is None else body.response_format.schema_text()
+async def schema_of(body: Sampled, engine: Engine, schema: str | None = None) -> str | None:
+    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be.
+
+    schema: instead of the one that response_format says.
+    """
+    if schema is None and body.response_format is not None:
+        schema = body.response_format.schema_text()
     if schema is not None:
         engine.need_tokenizer()
         await engine.check_schema(schema)

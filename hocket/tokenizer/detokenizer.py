@@ -181,9 +181,10 @@ class StopChecker:
             return False
         least = self._content.at
         if least is None:
-            least = begin = self._content.find(self.text)
+            least = self._content.find(self.text)
             if least is None:
                 return False
+            begin = least
         found = []
         for stop in self._stop:
             at = self.text.find(stop, max(least, begin - len(stop) + 1))

@@ -140,7 +140,22 @@ def test_the_prompt_says_how_the_answer_begins() -> None:
 
 
 PIECES = [
-    *("<think>", "</think>", "<", "<t", "</t", "\n", "  ", "a", "Yes.", '"', "\\", "{", "}", '{"name": "f", "arguments": '),
+    *(
+        "<think>",
+        "</think>",
+        "<",
+        "<t",
+        "</t",
+        "\n",
+        "  ",
+        "a",
+        "Yes.",
+        '"',
+        "\\",
+        "{",
+        "}",
+        '{"name": "f", "arguments": ',
+    ),
     *('{"name": "l", "parameters": {', "[", "}, "),
     *("<tool_call>", "</tool_call>", hermes("f", WEATHER), hermes("g", "[]"), '{"name": "h"}', CALLS, CALLS_END),
     *(V3.begin, V3.end, SEP, "function", deepseek_v3(("f", WEATHER)), deepseek_v31(("g", "{}"), ("h", '{"a": "<"}'))),
