@@ -17,6 +17,7 @@ from hocket.llm import LLM
 from hocket.server import run
 from hocket.server.app import make_app
 from hocket.server.engine import Engine
+from hocket.server.gate import Gate
 from hocket.server.settings import Settings
 
 LIMIT_S = 20.0
@@ -42,10 +43,20 @@ class Served:
     async def _serve(self, options: Options) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = Engine(self.llm, options, restart=False, on_end=self.ended.append)
-        self._server = uvicorn.Server(run._config(make_app(self.engine, self._settings), self._settings))
+        app = make_app(self.engine, self._settings)
+        self._server = uvicorn.Server(run._config(app, self._settings))
+        self._app = app
         self.loop.call_soon(self._ready.set)
         await self._server.serve([self._listener])
         self.engine.close()
+
+    @property
+    def gate(self) -> Gate:
+        """What stands before the endpoints; there once a request came."""
+        layer: Any = self._app.middleware_stack
+        while not isinstance(layer, Gate):
+            layer = layer.app
+        return layer
 
     def on_loop(self, what: Callable[[], Any]) -> Any:
         """`what` on the server's loop; its result."""

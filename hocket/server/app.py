@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from hocket import __version__
 from hocket.errors import ConfigError
+from hocket.metrics.show import Metrics
 from hocket.prompt import parse_prompt
 from hocket.server import errors
 from hocket.server.answers import answer, check_model
@@ -67,9 +68,11 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     app = FastAPI(title="Hocket", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     errors.install(app)
+    metrics = Metrics(engine.llm.config, names[0], settings.metrics_names)
+    engine.count_into(metrics)
     app.include_router(_generating(engine, names, settings))
     app.include_router(_texts(engine, names))
-    app.include_router(_looking(engine, names))
+    app.include_router(_looking(engine, names, metrics))
     app.include_router(_profiling(Profiler(engine, settings.profile_dir)))
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:
@@ -122,7 +125,7 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
             text, special = await render(engine, body, body.tools), bool(body.add_special_tokens)
-        ids = await engine.encode(text, add_special_tokens=special)
+        ids = await engine.encode(text, add_special_tokens=special, is_prompt=False)
         answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = engine.need_tokenizer().batch_decode([[i] for i in ids])
@@ -144,7 +147,7 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
     return router
 
 
-def _looking(engine: Engine, names: tuple[str, ...]) -> APIRouter:
+def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
     started = int(time.time())
 
@@ -175,8 +178,9 @@ def _looking(engine: Engine, names: tuple[str, ...]) -> APIRouter:
         return Json({"server_load": engine.client.num_requests, "ranks": engine.loads()})
 
     @router.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await engine.scrape(), media_type=engine.metrics.content_type)
+    async def scrape() -> Response:
+        text = await metrics.scrape(engine.client.ask_counters)
+        return Response(text, headers={"content-type": metrics.content_type})
 
     async def health() -> Response:
         if engine.problem is not None:

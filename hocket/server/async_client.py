@@ -39,6 +39,7 @@ class Results:
     """
 
     def __init__(self, client: AsyncClient, request_ids: Sequence[str], *, whole: bool = False) -> None:
+        self.answer_id = request_ids[0]
         self._client = client
         self._whole = whole
         self._open = {request_id: position for position, request_id in enumerate(request_ids)}
@@ -137,8 +138,8 @@ class AsyncClient:
 
     def abort_answers(self, answer_ids: Iterable[str]) -> list[str]:
         """As `abort`, with all that was submitted together, by the first one's id."""
-        results = [self._results[answer_id] for answer_id in answer_ids if answer_id in self._results]
-        return self.abort([request_id for result in results for request_id in result.request_ids])
+        wanted = set(answer_ids)
+        return self.abort([i for i, results in self._results.items() if results.answer_id in wanted])
 
     def abort_all(self) -> list[str]:
         """End every request."""
@@ -174,9 +175,11 @@ class AsyncClient:
             self._tell_abort(known)
 
     def close(self) -> None:
-        """Watch the channel no more. The ranks are left as they are."""
+        """Watch the channel no more. The ranks are left as they are. May be called again."""
         self._timer.cancel()
-        self._loop.remove_reader(self._fd)
+        if self._fd >= 0:  # afterwards the number may be another one's
+            self._loop.remove_reader(self._fd)
+            self._fd = -1
 
     def _tell_abort(self, request_ids: Iterable[str]) -> None:
         try:

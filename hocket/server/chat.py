@@ -34,9 +34,12 @@ async def render(engine: Engine, body: ChatRequest | TokenizeRequest, tools: lis
             raise ApiError(400, f"chat_template_kwargs: {name} is a field of the request", param="chat_template_kwargs")
     goes_on = bool(body.continue_final_message)
     starts = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return await engine.render(
-        messages, tools=tools, add_generation_prompt=starts, continue_final_message=goes_on, **variables
-    )
+    try:
+        return await engine.render(
+            messages, tools=tools, add_generation_prompt=starts, continue_final_message=goes_on, **variables
+        )
+    except RecursionError:
+        raise ApiError(400, "messages: values of so many levels cannot be rendered", param="messages") from None
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +131,7 @@ class ChatForm(Form):
         if calls := whole_calls(part.calls):
             message["tool_calls"] = calls
         ending = self._ending(completion.index, completion.finish_reason, completion.stop_reason)
-        return choice | {"message": message} | ending | self._ids(completion.token_ids, output)
+        return choice | {"message": message} | ending | self._ids(completion.token_ids, output.prompt_token_ids)
 
     def chunks(self, position: int, output: RequestOutput, index: int, gain: Gain) -> Iterator[dict[str, Any]]:
         if gain.is_first:
@@ -142,7 +145,8 @@ class ChatForm(Form):
         choice = self._choice(index, gain.token_ids, gain.logprobs)
         if delta or gain.finish_reason or choice["logprobs"] or self.body.return_token_ids:
             ending = self._ending(index, gain.finish_reason, gain.stop_reason)
-            yield choice | {"delta": delta} | ending | self._ids(gain.token_ids, output)
+            prompt_token_ids = output.prompt_token_ids if gain.is_first else None
+            yield choice | {"delta": delta} | ending | self._ids(gain.token_ids, prompt_token_ids)
 
     def _part(self, index: int, text: str, *, is_last: bool) -> Part:
         """What a piece of a completion brings that is told."""
@@ -164,10 +168,11 @@ class ChatForm(Form):
             written = self._writer.of_chat(token_ids, logprobs, self.body.top_logprobs or 0)
         return {"index": index, "logprobs": written}
 
-    def _ids(self, token_ids: list[int], output: RequestOutput) -> dict[str, Any]:
+    def _ids(self, token_ids: list[int], prompt_token_ids: list[int] | None) -> dict[str, Any]:
         if not self.body.return_token_ids:
             return {}
-        return {"token_ids": token_ids, "prompt_token_ids": output.prompt_token_ids}
+        own = {"token_ids": token_ids}
+        return own if prompt_token_ids is None else own | {"prompt_token_ids": prompt_token_ids}
 
 
 def _continued(body: ChatRequest) -> str | None:

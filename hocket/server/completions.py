@@ -103,7 +103,9 @@ class CompletionForm(Form):
             choice["logprobs"] = self._writer.of_completion(token_ids, logprobs, offset)
             self._offsets[position, index] = offset + sum(map(len, choice["logprobs"]["tokens"]))
         if self.body.return_token_ids:
-            choice |= {"token_ids": gain.token_ids, "prompt_token_ids": output.prompt_token_ids}
+            choice["token_ids"] = gain.token_ids
+            if gain.is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
         yield choice
 
 

@@ -6,15 +6,15 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hocket.config.options import Options
-from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
-from hocket.metrics.table import NAMES
 from hocket.server.async_client import AsyncClient, Item, Results
 from hocket.server.errors import unavailable
 from hocket.tokenizer.idioms import ChatTokenizer
@@ -40,8 +40,6 @@ class Engine:
         *,
         restart: bool,
         on_end: Callable[[HocketError], None],
-        model_name: str = "",
-        metrics_names: str = NAMES[0],
         progress: bool = True,
     ) -> None:
         self.llm = llm
@@ -49,16 +47,20 @@ class Engine:
         self.problem: str | None = None
         """Why no request can be taken now."""
         self._restarts = restart
-        self._metrics_of = model_name or options.model, metrics_names
         self._on_end = on_end
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
         self.num_restarts = 0
+        self.metrics: Metrics | None = None
         self._connect()
+
+    def count_into(self, metrics: Metrics) -> None:
+        """From now on, also over restarts."""
+        self.metrics = self.llm.client.listener = metrics
 
     def _connect(self) -> None:
         self.llm.client.balance_by_tokens = True
-        self.metrics = self.llm.client.listener = Metrics(self.llm.config, *self._metrics_of)
+        self.llm.client.listener = self.metrics
         self.client = AsyncClient(self.llm.client, self._lost)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -76,10 +78,6 @@ class Engine:
         """Raise ApiError where no request can be taken now."""
         if self.problem is not None:
             raise unavailable(self.problem)
-
-    async def scrape(self) -> bytes:
-        """What is counted, as Prometheus' text; of the kind that `metrics.content_type` says."""
-        return await self.metrics.scrape(self.client.ask_counters)
 
     @property
     def max_model_len(self) -> int:
@@ -103,9 +101,15 @@ class Engine:
             raise ConfigError("skip_tokenizer_init", True, "false", where="for this request, which needs the tokenizer")
         return self.tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids; a long text does not keep the loop."""
+    async def encode(self, text: str, *, add_special_tokens: bool, is_prompt: bool = True) -> list[int]:
+        """Token ids; a long text does not keep the loop. Raises CapacityError for a prompt that is sure to be too long,
+        before its tokens are counted."""
         encode = self.need_tokenizer().encode
+        if is_prompt and (least := self.need_tokenizer().least_tokens(text)) >= self.max_model_len:
+            raise CapacityError(
+                f"the prompt has {least} tokens or more; with one token of output at most {self.max_model_len - 1} fit "
+                f"(max_model_len {self.max_model_len})"
+            )
         if len(text) <= _INLINE_CHARS:
             return encode(text, add_special_tokens=add_special_tokens)
         return await self._on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
@@ -117,7 +121,10 @@ class Engine:
     async def render(self, messages: list[Any], **template: Any) -> str:
         """The prompt of a conversation, by the model's template. Raises ConfigError where that refuses it."""
         chat = self.need_tokenizer().template()
-        return await self._on_thread(lambda: chat.render(messages, **template))
+        try:
+            return await self._on_thread(lambda: chat.render(messages, **template))
+        except RecursionError:
+            raise ConfigError("messages", "…", "fewer levels of lists and objects") from None
 
     async def check_schema(self, schema: str) -> None:
         """Raise ConfigError for a JSON schema that no output can follow."""
@@ -131,6 +138,8 @@ class Engine:
 
     def _lost(self, error: HocketError) -> None:
         self.problem = f"{type(error).__name__}: {error}"
+        if self.metrics is not None:
+            self.metrics.lost(time.monotonic())
         is_hopeless = self.num_restarts > 0 and self.client.num_finished == 0
         if not self._restarts or is_hopeless:
             self._on_end(error)

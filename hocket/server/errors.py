@@ -43,6 +43,7 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {
     for status, description in (("4XX", "The request is wrong: param names the field"), ("5XX", "The engine failed"))
 }
 _MAX_SHOWN = 80
+_MAX_MESSAGE = 700
 
 
 class ApiError(HTTPException):
@@ -58,8 +59,16 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message = _clean(message, _MAX_MESSAGE)
+        param = None if param is None else _clean(param, _MAX_SHOWN)
         super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _clean(text: str, most: int) -> str:
+    """On one line, not too long, and such that JSON can hold it: callers' words come back in messages."""
+    line = " ".join(text.split()) if len(text.splitlines()) > 1 else text
+    return (line if len(line) <= most else line[:most] + "…").encode(errors="backslashreplace").decode()
 
 
 class Json(Response):
@@ -147,6 +156,6 @@ def _field(loc: Sequence[int | str]) -> str:
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # an integer of thousands of digits
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists of thousands of levels
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"

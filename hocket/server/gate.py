@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hocket.server.errors import ApiError, response
 from hocket.server.settings import Settings
 
+_WITH_BODY = ("POST", "PUT", "PATCH")
+_MAX_BODIES = 32
+"""So many bodies of the largest size may be held at once."""
 OPEN_PATHS = ("/health", "/ping")
 """Answered without a key: probes have none."""
 
@@ -24,25 +28,35 @@ class Gate:
         self._settings = settings
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self.num_requests = 0
+        self._held_bytes = 0  # of bodies whose requests are being answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        is_counted = False
+        headers = dict(scope["headers"])
         try:
-            headers = dict(scope["headers"])
             self._check_key(scope["path"], headers)
-            if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
-                self._check_load()
-                self.num_requests += 1
-                is_counted = True
-                receive = await self._with_body(headers, receive)
-            await self._app(scope, receive, send)
+            if scope["method"] not in _WITH_BODY:
+                await self._app(scope, receive, send)
+                return
+            self._check_load()
+            with self._counted() as body:
+                receive = await self._with_body(body, headers, receive)
+                await self._app(scope, receive, send)
         except ApiError as error:
             await response(error)(scope, receive, send)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[bytearray]:
+        """A request is being answered; its body."""
+        body = bytearray()
+        self.num_requests += 1
+        try:
+            yield body
         finally:
-            self.num_requests -= is_counted
+            self.num_requests -= 1
+            self._held_bytes -= len(body)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Takes as long whichever key is right, and whether any is."""
@@ -58,24 +72,23 @@ class Gate:
     def _check_load(self) -> None:
         limit = self._settings.max_concurrent_requests
         if self.num_requests >= limit:
-            message = f"{limit} requests are being answered, the most at once (--max-concurrent-requests): try again"
-            raise ApiError(
-                429, message, kind="overloaded_error", code="too_many_requests", headers={"retry-after": "1"}
-            )
+            raise _busy(f"{limit} requests are being answered, the most at once (--max-concurrent-requests): try again")
 
-    async def _with_body(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """A `receive` that gives the whole body at once, and then what comes after it."""
+    async def _with_body(self, body: bytearray, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+        """Reads the body. A `receive` that gives it whole, and then what comes after it."""
         limit = self._settings.max_body_bytes
         said = headers.get(b"content-length", b"0")
         if said.isdigit() and int(said[:20]) > limit:
             raise _too_large(limit)
-        body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for chunk in _chunks(receive):
                     body += chunk
+                    self._held_bytes += len(chunk)
                     if len(body) > limit:
                         raise _too_large(limit)
+                    if self._held_bytes > _MAX_BODIES * limit:
+                        raise _busy("the bodies of all requests are too large together (--max-body-bytes): try again")
         except TimeoutError:
             message = f"the body did not come within {self._settings.body_timeout_s:g} s"
             raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
@@ -95,6 +108,11 @@ async def _chunks(receive: Receive) -> AsyncGenerator[bytes, None]:
         yield message.get("body", b"")
         if not message.get("more_body", False):
             return
+
+
+def _busy(message: str) -> ApiError:
+    headers = {"retry-after": "1"}
+    return ApiError(429, message, kind="overloaded_error", code="too_many_requests", headers=headers)
 
 
 def _too_large(limit: int) -> ApiError:

@@ -61,8 +61,6 @@ class _Run:
             self._options,
             restart=self._settings.on_rank_loss == "restart",
             on_end=self._engine_ended,
-            model_name=next(iter(self._settings.served_model_names), ""),
-            metrics_names=self._settings.metrics_names,
         )
         self._server = _Server(_config(make_app(self._engine, self._settings), self._settings), self._started)
         for number in (signal.SIGTERM, signal.SIGINT):

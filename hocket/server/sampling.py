@@ -10,6 +10,7 @@ from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.protocol import Sampled
 
+_FORMAT = "response_format"
 _SAME = (
     "n",
     "temperature",
@@ -37,8 +38,11 @@ async def schema_of(body: Sampled, engine: Engine, schema: str | None = None) ->
 
     schema: instead of the one that response_format says.
     """
-    if schema is None and body.response_format is not None:
-        schema = body.response_format.schema_text()
+    try:
+        if schema is None and body.response_format is not None:
+            schema = body.response_format.schema_text()
+    except RecursionError:
+        raise ApiError(400, "response_format: a schema of so many levels cannot be followed", param=_FORMAT) from None
     if schema is not None:
         engine.need_tokenizer()
         await engine.check_schema(schema)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from hocket.errors import ConfigError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_KEEP_ALL_TEXT = {"ByteLevel", "Split", "Digits", "Punctuation"}
+"""Pre-tokenizers that drop nothing."""
 _FLAG_CLASSES = ("LlamaTokenizerFast", "LlamaTokenizer", "CodeLlamaTokenizerFast", "GemmaTokenizerFast")
 
 
@@ -66,6 +69,24 @@ class Tokenizer:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise ConfigError("prompt", text[:80], "valid Unicode text") from error
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` is sure to have, known without counting them; 0 where nothing is known."""
+        return 0 if self._max_token_bytes is None else len(text) // self._max_token_bytes
+
+    @functools.cached_property
+    def _max_token_bytes(self) -> int | None:
+        """Most bytes of text that a token stands for; None where one may stand for any number: only a byte-level
+        vocabulary with all bytes, and nothing before it that drops text, says how long its tokens are."""
+        vocab = self.backend.get_vocab(with_added_tokens=True)
+        added = self.backend.get_added_tokens_decoder().values()
+        before = self.backend.pre_tokenizer
+        kinds = set() if before is None else _pre_tokenizer_types(json.loads(before.__getstate__()))
+        keeps_all = self.backend.normalizer is None and kinds <= _KEEP_ALL_TEXT
+        keeps_all = keeps_all and not any(token.lstrip or token.rstrip for token in added)
+        if not keeps_all or not set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys():
+            return None
+        return max(*map(len, vocab), *(len(token.content.encode()) for token in added))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids without a token are left out."""
@@ -149,6 +170,13 @@ def _register_added_tokens(backend: Backend, config: dict[str, Any], special_tok
     extra = extra.values() if isinstance(extra, dict) else extra
     names = special_tokens + [text for token in extra if (text := _token_text(token)) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in names])
+
+
+def _pre_tokenizer_types(state: dict[str, Any]) -> set[str]:
+    """Types of what cuts a text before tokens are looked for; those that drop the text they cut at say so."""
+    if state.get("type") == "Sequence":
+        return {name for inner in state["pretokenizers"] for name in _pre_tokenizer_types(inner)}
+    return {f"{state.get('type')}{' Removed' * (state.get('behavior') == 'Removed')}"}
 
 
 def _decoder_types(state: dict[str, Any]) -> list[str]:

@@ -64,8 +64,8 @@ class DecodeGraph:
         self._graph.replay()
 
     def replay_us(self, count: int) -> float:
-        """µs of one of `count` replays back to back, of the step since the last such call that had most requests: at the
-        end of a run few are left, which use the same graph. It writes into those requests' places in the caches."""
+        """µs of one of `count` replays back to back, of the step since the last such call that had most requests: at
+        the end of a run few are left, which use the same graph. It writes into those requests' places in the caches."""
         fullest, self._fullest = self._fullest, HostInputs.nothing()
         self.inputs.fill(fullest)
         return self._graph.replay_us(count)

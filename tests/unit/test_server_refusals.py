@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
 from fake_server import FakeServed, serving
 from served import JSON, LIMIT_S, events, parsed
 
 from hocket.errors import ConfigError
-from hocket.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hocket.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hocket.server.settings import Settings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -195,6 +197,26 @@ def test_no_type_of_any_field_fails_the_server(served: FakeServed, path: str, mo
     connection.close()
 
 
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_body_of_known_fields_fails_the_server(shared: FakeServed, data: st.DataObject) -> None:
+    path, model, good = data.draw(
+        st.sampled_from([(COMPLETIONS, CompletionRequest, PROMPT), (CHAT, ChatRequest, HELLO)])
+    )
+    fields = st.sampled_from([*model.model_fields, *UNSUPPORTED])
+    body = good | data.draw(st.dictionaries(fields, ANYTHING, max_size=4))
+    if body.get("stream"):
+        body["stream"] = False
+    assert shared.post(path, body)[0] in (200, 400, 404), body
+
+
 def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: FakeServed) -> None:
     tokenizer = served.llm.get_tokenizer()
     kept, tokenizer._templates = tokenizer._templates, {}
@@ -225,6 +247,10 @@ def test_r126_without_a_template_text_is_continued_and_chat_is_refused(served: F
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b"\x00\x01\x02",
+        b'{"\\ud800": 1, "prompt": "a"}',
+        b'{"' + b"x" * 50_000 + b'": 1}',
+        b'{"prompt": "a", "a\\nb": 1}',
+        b'{"prompt": "a", "n": ' + b"[" * 400 + b"]" * 400 + b"}",
     ],
     ids=lambda raw: repr(raw[:12]),
 )
@@ -232,6 +258,41 @@ def test_malformed_bodies(served: FakeServed, raw: bytes) -> None:
     status, answer = served.ask("POST", COMPLETIONS, raw)
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
+    assert len(answer["error"]["message"].splitlines()) == 1
+    assert len(answer["error"]["message"]) < 800
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_deep_nesting_is_refused_wherever_it_stands(served: FakeServed, depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    for fields in (
+        f'"messages": [{{"role": "user", "content": "Hello", "more": {deep}}}]',
+        f'"messages": [{{"role": "user", "content": "Hello"}}], "chat_template_kwargs": {deep}',
+        f'"messages": [{{"role": "user", "content": "Hello"}}], "response_format": {{"type": "json_schema", '
+        f'"json_schema": {{"schema": {deep}}}}}',
+        f'"messages": {deep}',
+    ):
+        status, _ = served.ask("POST", CHAT, f'{{{fields}, "max_tokens": 1}}'.encode())
+        assert status in (200, 400), fields[:80]
+
+
+def test_bodies_that_are_too_large_together_are_told_to_come_again(served: FakeServed) -> None:
+    body = json.dumps(PROMPT | {"prompt": "x"}).encode()
+    padded = body[:-1] + b" " * (2**17 - len(body)) + b"}"
+    with served.paused():
+        held = [served.connect() for _ in range(7)]
+        for connection in held:
+            connection.request("POST", COMPLETIONS, padded, JSON)
+        served.until(lambda: served.engine.client.num_requests == 7)
+        gate = served.gate
+        assert gate._held_bytes == 7 * 2**17
+        gate._held_bytes += 25 * 2**17  # as if 25 more were held
+        assert "too large together" in refused(served.ask("POST", COMPLETIONS, padded), 429, None)
+        gate._held_bytes -= 25 * 2**17
+    for connection in held:
+        assert connection.getresponse().status == 200
+        connection.close()
+    served.until(lambda: gate._held_bytes == 0)
 
 
 def test_a_body_that_is_too_large_is_not_read(served: FakeServed) -> None:
@@ -307,7 +368,7 @@ def test_an_answer_that_nobody_reads_is_given_up(served: FakeServed) -> None:
     try:
         with socket.create_connection(("127.0.0.1", served.port)) as plug:
             plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            prompts = json.dumps({"prompt": ["a"] * 30, "n": 60, "stream": True, "max_tokens": 900, "echo": True})
+            prompts = json.dumps({"prompt": ["a"] * 8, "n": 8, "stream": True, "max_tokens": 900, "logprobs": 20})
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             plug.sendall(f"{head}Content-Length: {len(prompts)}\r\n\r\n{prompts}".encode())
             served.until(lambda: not served.is_idle())
@@ -377,6 +438,21 @@ def test_abort_ends_with_what_there_is(served: FakeServed, by_id: bool) -> None:
         assert answer.headers["x-request-id"] == "cmpl-mine"
         assert served.post("/abort", asked) == (200, {"aborted": []})
         connection.close()
+
+
+def test_an_answer_is_aborted_after_its_first_prompt_has_ended(served: FakeServed) -> None:
+    served.group.script = lambda request: [] if request.request_id == "cmpl-two" else served.token_ids
+    with served.paused():
+        connection = served.connect()
+        body = json.dumps({"prompt": ["Hello", "there"], "max_tokens": 9})
+        connection.request("POST", COMPLETIONS, body, JSON | {"x-request-id": "two"})
+        served.until(lambda: served.engine.client.num_requests == 2)
+        served.step()
+        assert served.post("/abort", {"request_id": "cmpl-two"}) == (200, {"aborted": ["cmpl-two-1"]})
+        choices = parsed(connection.getresponse().read())["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["stop", "abort"]
+        connection.close()
+    served.group.script = lambda request: served.token_ids
 
 
 def test_wrong_headers_are_named(served: FakeServed) -> None:

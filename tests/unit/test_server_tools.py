@@ -186,6 +186,21 @@ def test_deepseek_through_the_server() -> None:
         assert both(served, ASKED) == ("It rains.", "I look.", [("weather", WEATHER)], "tool_calls")
 
 
+def test_tools_of_many_levels(served: FakeServed) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(400):
+        schema = {"properties": {"a": schema}}
+    body = json.dumps(ASKED | {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]})
+    for choice in ("auto", "required"):
+        status, answer = served.post(CHAT, (body[:-1] + f', "tool_choice": "{choice}"}}').encode())
+        assert status in (200, 400), answer
+
+
+def test_completions_have_no_tools(served: FakeServed) -> None:
+    status, answer = served.post("/v1/completions", {"prompt": "Hello", "tools": [TOOL]})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+
+
 def test_options_that_do_not_fit() -> None:
     for options in ({"reasoning_parser": "r1"}, {"tool_call_parser": "x"}, {"enable_auto_tool_choice": True}):
         with pytest.raises(ConfigError):

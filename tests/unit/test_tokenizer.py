@@ -11,6 +11,7 @@ from small_tokenizers import BOS, EOS, USER, byte_fallback, byte_level, save
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
+from hocket.config.resolve import model_folder
 from hocket.errors import ConfigError
 from hocket.tokenizer.tokenizer import Tokenizer
 
@@ -123,6 +124,21 @@ def test_missing_and_broken_files_are_one_line(tmp_path: Path) -> None:
 def test_text_that_is_not_unicode_is_refused() -> None:
     with pytest.raises(ConfigError, match="Unicode"):
         byte_level().encode("a\ud800b")
+
+
+def test_least_tokens_is_never_too_many() -> None:
+    tiny = Tokenizer.from_pretrained(model_folder("tiny"))
+    longest = max(tiny.backend.get_vocab(), key=len)
+    for text in ("", "In the beginning", longest.replace("Ġ", " ") * 50, "naïve 🜁" * 40, " " * 5000, "a" * 5000):
+        assert tiny.least_tokens(text) <= len(tiny.encode(text, add_special_tokens=False))
+    assert tiny.least_tokens("x" * 100_000) > 1000
+    assert byte_fallback().least_tokens("x" * 100_000) == 0  # nothing is known
+    normalized = json.loads(tiny.backend.to_str()) | {"normalizer": {"type": "Lowercase"}}
+    split = {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
+    cut = json.loads(tiny.backend.to_str())
+    cut["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, cut["pre_tokenizer"]]}
+    for other in (normalized, cut):
+        assert Tokenizer(Backend.from_str(json.dumps(other)), {}).least_tokens("x" * 100_000) == 0
 
 
 def test_decoder_types() -> None:

@@ -152,15 +152,7 @@ class DeepEPLowLatency(Transport):
 
         def result() -> DispatchedByExpert:
             rows, counts, handle, _ = came
-            slots = self._placement.num_ranks * layout.num_padded_max * topk_ids.shape[1]
-            values, scales = rows if isinstance(rows, tuple) else (rows, None)
-            grouped = GroupedRows(
-                x=values[: self._num_local],
-                scales=None if scales is None else scales[: self._num_local],
-                counts=counts[: self._num_local],
-                max_rows=self._most_rows(layout.num_padded_max, topk_ids.shape[1]),
-                expected_rows=slots / self._placement.num_experts,
-            )
+            grouped = self._grouped(rows, counts, layout, topk_ids.shape[1])
             return DispatchedByExpert(grouped, x.dtype, LowLatencyHandle(sent, (rows, counts), handle))
 
         num_sent = slots_for_others(sent.num_rows, self._placement, topk_ids.shape[1], self._rank)
@@ -210,9 +202,18 @@ class DeepEPLowLatency(Transport):
         assert self._opened is not None, "open comes before the first transfer"
         return self._opened
 
-    def _most_rows(self, num_padded_max: int, top_k: int) -> int:
-        """Of all local experts together, if every rank's tokens all come here."""
-        return self._placement.num_ranks * num_padded_max * min(top_k, self._num_local)
+    def _grouped(self, rows: Any, counts: Tensor, layout: TokenLayout, top_k: int) -> GroupedRows:
+        """What came, without places for numbers that stand for no expert. rows: [numbers, R, D], or a pair with scales;
+        there are most where every rank's tokens all come here."""
+        values, scales = rows if isinstance(rows, tuple) else (rows, None)
+        num_tokens = self._placement.num_ranks * layout.num_padded_max
+        return GroupedRows(
+            x=values[: self._num_local],
+            scales=None if scales is None else scales[: self._num_local],
+            counts=counts[: self._num_local],
+            max_rows=num_tokens * min(top_k, self._num_local),
+            expected_rows=num_tokens * top_k / self._placement.num_experts,
+        )
 
     def _for_all_numbers(self, expert_out: Tensor) -> Tensor:
         """[E, R, D] with places also for numbers that stand for no expert."""

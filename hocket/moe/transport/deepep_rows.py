@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,13 +42,15 @@ class Outgoing:
 def rows_for_others(num_rows: int, placement: ExpertPlacement, top_k: int, rank: int) -> int:
     """How many rows a rank sends to others on average, each once to a rank with one of its experts, were all experts as
     popular: which are wanted where, only the device knows."""
-    experts = placement.num_experts
-    chances = 0.0
-    for other in range(placement.num_ranks):
-        if other != rank:
-            elsewhere = experts - len(placement.experts_of(other))
-            chances += 1.0 - math.comb(elsewhere, top_k) / math.comb(experts, top_k)
-    return round(num_rows * chances)
+    return round(num_rows * _ranks_for_others(placement, top_k, rank))
+
+
+@cache
+def _ranks_for_others(placement: ExpertPlacement, top_k: int, rank: int) -> float:
+    """To how many other ranks a row goes on average: for each, the chance that not all its experts are elsewhere."""
+    experts, choices = placement.num_experts, math.comb(placement.num_experts, top_k)
+    others = (len(placement.experts_of(other)) for other in range(placement.num_ranks) if other != rank)
+    return sum(1.0 - math.comb(experts - held, top_k) / choices for held in others)
 
 
 def slots_for_others(num_rows: int, placement: ExpertPlacement, top_k: int, rank: int) -> int:
