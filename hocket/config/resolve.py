@@ -149,6 +149,7 @@ def _dtype(options: Options, model: ModelConfig, device: str, why: Why) -> str:
     found = _weights_dtype(options, model, device, why)
     if options.kv_cache_dtype not in ("auto", found):
         raise ConfigError("kv_cache_dtype", options.kv_cache_dtype, f"auto or {found}", where="with this dtype")
+    why["kv_cache_dtype"] = "the model's, as for all that attention computes"
     return found
 
 

@@ -67,9 +67,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(served: Served) -> 
 
 def test_some_tool_is_called_where_one_must_be(served: Served) -> None:
     tokenizer = served.llm.get_tokenizer()
-    blanks = {
-        i: -100 for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).isspace()
-    }  # liked
+    blanks = {i: -100 for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).isspace()}  # liked
     body = ASKED | {"tool_choice": "required", "parallel_tool_calls": False, "logit_bias": blanks}
     status, answer = served.post(CHAT, body)
     assert status == 200, answer

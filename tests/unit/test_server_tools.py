@@ -186,6 +186,22 @@ def test_deepseek_through_the_server() -> None:
         assert both(served, ASKED) == ("It rains.", "I look.", [("weather", WEATHER)], "tool_calls")
 
 
+def test_the_official_client_runs_a_round_of_calls(served: FakeServed) -> None:
+    openai = pytest.importorskip("openai")
+    served.text = f"<think>Hm.</think>I look.\n{hermes('weather', WEATHER)}"
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none") as client:
+        message = client.chat.completions.create(model="tiny", **ASKED).choices[0].message
+        with client.chat.completions.stream(model="tiny", **ASKED) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        for said in (message, streamed):
+            assert (said.content, said.reasoning) == ("I look.", "Hm.")
+            assert [(call.function.name, call.function.arguments) for call in said.tool_calls] == [("weather", WEATHER)]
+        answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "wet"}
+        served.text = "It is wet."
+        more = client.chat.completions.create(model="tiny", messages=[*ASKED["messages"], message, answer])
+        assert more.choices[0].message.content == "It is wet."
+
+
 def test_tools_of_many_levels(served: FakeServed) -> None:
     schema: dict[str, Any] = {}
     for _ in range(400):
