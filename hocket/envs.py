@@ -86,6 +86,11 @@ SHARED_EXPERTS_STREAM = Variable(
 API_KEY = Variable(
     name="HOCKET_API_KEY", default="", meaning="a key that requests to `hocket serve` must bring (empty: none)"
 )
+CLUSTER_SECRET = Variable(
+    name="HOCKET_CLUSTER_SECRET",
+    default="",
+    meaning="the same text on all hosts of `hocket serve`: only who knows it can join or listen (empty: anybody)",
+)
 
 
 def set_up_logging(who: str) -> None:

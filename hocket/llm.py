@@ -8,13 +8,17 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from hocket import __version__
 from hocket.client import EngineClient
 from hocket.config.engine import EngineConfig
+from hocket.config.hosts import HostConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
+from hocket.dist.hosts import Hosts
 from hocket.dist.launcher import RankGroup, under_torchrun
 from hocket.errors import ConfigError, HocketError
 from hocket.generation_config import GenerationConfig
@@ -48,15 +52,32 @@ class LLM:
         self._start(Options.from_dict({"model": model, **options}), progress=False)
 
     @classmethod
-    def from_options(cls, options: Options, *, progress: bool = False, group: RankGroup | None = None) -> LLM:
+    def from_options(
+        cls,
+        options: Options,
+        *,
+        progress: bool = False,
+        group: RankGroup | None = None,
+        hosts: HostConfig | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> LLM:
         """From checked options. `progress`: show start-up on standard error. `group`: re-use running ranks (of the
-        right number), which are left running by `close()`."""
+        right number), which are left running by `close()`. `hosts`: other hosts have some of the ranks. `on_wait`: told
+        which ranks are waited for, and for what."""
         llm = cls.__new__(cls)
-        llm._start(options, progress=progress, group=group)
+        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait)
         return llm
 
-    def _start(self, options: Options, *, progress: bool, group: RankGroup | None = None) -> None:
-        self.options = options
+    def _start(
+        self,
+        options: Options,
+        *,
+        progress: bool,
+        group: RankGroup | None = None,
+        hosts: HostConfig | None = None,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        self.options, self.hosts = options, hosts
         self.config: EngineConfig = resolve(options)
         started = time.perf_counter()
         self._closing: weakref.finalize[..., LLM] | None = None
@@ -77,7 +98,8 @@ class LLM:
             seed=options.seed,
         )
         world_size = self.config.parallel.data_parallel_size
-        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s)
+        others = Hosts(hosts, must_agree(options)) if hosts is not None else None
+        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())
@@ -217,6 +239,11 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def must_agree(options: Options) -> dict[str, Any]:
+    """What every host of a server must have been given alike, by name."""
+    return {"the version of hocket": __version__, **asdict(options)}
 
 
 def _close(group: RankGroup, pid: int) -> None:

@@ -35,7 +35,7 @@ from hocket.channel.messages import (
 )
 from hocket.channel.rank import RankChannel
 from hocket.config.engine import EngineConfig
-from hocket.dist.processes import end_with_parent
+from hocket.dist.processes import end_with_parent, key_of_front
 from hocket.dist.record import RESTS
 from hocket.dist.watchdog import Watchdog, time_limit
 from hocket.dist.world import Place, World
@@ -250,6 +250,7 @@ def serve(place: Place, address: str | None, startup_timeout_s: float) -> int:
         world = World(place, startup_timeout_s)
         if place.store_path is None and address:
             world.store.set(_FRONT_KEY, address)
+        world.claim()
         channel = channel or RankChannel(world.store.get(_FRONT_KEY).decode(), place.rank)
         channel.send(Hello(rank=place.rank, pid=os.getpid()))
         world.join()
@@ -280,13 +281,14 @@ def main() -> int:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--store", help="file of the group's store; without it torchrun's environment is used")
+    parser.add_argument("--store-fd", type=int, help="with torchrun's environment: the socket to serve the store at")
     parser.add_argument("--startup-timeout", type=float, required=True)
     args = parser.parse_args()
     faulthandler.enable()
     folder = os.path.dirname(args.store) if args.store and args.rank == 0 else None
     end_with_parent(folder)
-    place = Place.spawned(args.rank, args.world_size, args.store) if args.store else Place.from_torchrun()
-    return serve(place, args.address, args.startup_timeout)
+    place = Place.spawned(args.rank, args.world_size, args.store) if args.store else Place.from_torchrun(args.store_fd)
+    return serve(place, args.address + key_of_front(), args.startup_timeout)
 
 
 def join_torchrun(startup_timeout_s: float) -> int:

@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 from hocket.cli.options import engine_options
+from hocket.config.hosts import DEFAULT_ADDRESS, DEFAULT_PORT, HostConfig
 from hocket.config.options import Options
 from hocket.envs import API_KEY
 from hocket.errors import BackendUnavailable, ConfigError
 
 _SERVER = "Server"
 _LIMITS = "Server limits"
+_HOSTS = "Many hosts"
 
 
 @engine_options()
@@ -107,10 +109,39 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="seconds to finish requests after SIGTERM", min=0.0, rich_help_panel=_LIMITS)
     ] = 60.0,
+    data_parallel_size_local: Annotated[
+        int | None, typer.Option(help="ranks on this host (default: all)", min=1, rich_help_panel=_HOSTS)
+    ] = None,
+    data_parallel_start_rank: Annotated[
+        int | None, typer.Option(help="the first of them; with --headless", min=0, rich_help_panel=_HOSTS)
+    ] = None,
+    data_parallel_address: Annotated[
+        str | None,
+        typer.Option(
+            help=f"name or IPv4 address of the server's host, for the other hosts alone (default: {DEFAULT_ADDRESS})",
+            show_default=False,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    data_parallel_rpc_port: Annotated[
+        int | None,
+        typer.Option(
+            help=f"port at which the hosts meet there (default: {DEFAULT_PORT})",
+            show_default=False,
+            min=1,
+            max=65535,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    headless: Annotated[
+        bool,
+        typer.Option("--headless", help="run ranks for a server on another host, no HTTP here", rich_help_panel=_HOSTS),
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
     Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
+    On many hosts: one command on each (docs/many-nodes.md), or torchrun.
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
@@ -152,4 +183,12 @@ def serve(
         ssl_keyfile=ssl_keyfile,
         ssl_ca_certs=ssl_ca_certs,
     )
-    run(options, settings)
+    hosts = HostConfig.from_flags(
+        options.data_parallel_size,
+        size_local=data_parallel_size_local,
+        start_rank=data_parallel_start_rank,
+        address=data_parallel_address,
+        port=data_parallel_rpc_port,
+        headless=headless,
+    )
+    run(options, settings, hosts)

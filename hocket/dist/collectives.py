@@ -65,9 +65,13 @@ def reduce_scatter_sum(output: Tensor, input: Tensor, group: Group | None) -> No
 
 def gather_texts(text: str) -> list[str]:
     """The `text` of every rank, in rank order, over the group of all. For start-up: slow."""
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, text)
-    return [str(one) for one in found]
+    raw = text.encode()
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(raw)]))
+    room = max(int(size) for size in sizes) or 1
+    gathered = [torch.empty(room, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(gathered, torch.frombuffer(bytearray(raw.ljust(room, b"\0")), dtype=torch.uint8))
+    return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(gathered, sizes, strict=True)]
 
 
 def _renamed(name: str, former: str) -> Callable[..., Any]:

@@ -1,19 +1,20 @@
 """Starts the rank processes, watches them, and speaks to them. Knows nothing of prompts or models; torch-free.
 
-On one host the ranks are spawned here. Under `torchrun` this runs in rank 0's process, which starts rank 0's worker;
-the other ranks are torchrun's and find the front through the group's store.
+On one host the ranks are spawned here. Of many hosts this one's are, and `hosts.py` knows the others. Under `torchrun`
+this runs in rank 0's process, which starts rank 0's worker; the other ranks are torchrun's and find the front through the
+group's store.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,11 +34,15 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
-from hocket.dist.processes import end_all, how_ended, private_folder, rank_environment
+from hocket.dist.hosts import Hosts, group_environment
+from hocket.dist.processes import REMIND_S, end_all, how_ended, listed, private_folder, spawn_rank
 from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere, lifeless
 from hocket.errors import HocketError, RankLost, StepDesync
 
+logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
+OnWait = Callable[[str], None]
+"""Told "waiting for rank 1 to start", and again whenever one of those has come."""
 _POLL_S = 0.1
 _CHECK_S = 0.2
 _GATHER_CAUSES_S = 2.0
@@ -58,13 +63,21 @@ class RankGroup:
     Every failure of a rank raises, from whatever call notices it, the first cause's error, after all processes ended.
     """
 
-    def __init__(self, world_size: int, startup_timeout_s: float) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        startup_timeout_s: float,
+        hosts: Hosts | None = None,
+        on_wait: OnWait | None = None,
+    ) -> None:
         self.world_size = world_size
         self.ranks = range(world_size)
+        self._hosts = hosts
         self._startup_timeout_s = startup_timeout_s
+        self._on_wait = on_wait
         self._device, self._step_timeout_s = "cpu", math.inf
         self._folder = private_folder()
-        self._channel = FrontChannel(_bind_address(self._folder))
+        self._channel = FrontChannel(f"tcp://{hosts.address}:*" if hosts else _bind_address(self._folder))
         self._records = Records(self._folder, world_size, create=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._waves_announced = 0
@@ -74,33 +87,44 @@ class RankGroup:
         self._checked_at = 0.0
 
     @classmethod
-    def start(cls, world_size: int, startup_timeout_s: float) -> RankGroup:
-        """Start all ranks and wait until each has joined.
+    def start(
+        cls,
+        world_size: int,
+        startup_timeout_s: float,
+        hosts: Hosts | None = None,
+        on_wait: OnWait | None = None,
+    ) -> RankGroup:
+        """Start all ranks and wait until each has joined. hosts: the other hosts, which is closed with the group.
 
         Raises:
-            RankLost: a rank did not start within the limit, or died; names it.
+            RankLost: a rank or its host did not come within the limit, or died; names it.
         """
-        group = cls(world_size, startup_timeout_s)
+        group = cls(world_size, startup_timeout_s, hosts, on_wait)
         try:
-            spawned = [0] if under_torchrun() else group.ranks
-            for rank in spawned:
-                group._spawn(rank)
+            if hosts is not None:
+                hosts.gather(startup_timeout_s)
+                hosts.start(group._channel.address)
+            group._spawn_all()
             group._wait_for(Hello, startup_timeout_s, "start")
-        except BaseException:
-            group.kill()
+        except BaseException as error:
+            group.kill(str(error) or type(error).__name__)
             raise
         return group
 
-    def _spawn(self, rank: int) -> None:
-        # -P: what lies in the current directory must not be taken for a module.
-        command = [sys.executable, "-P", "-m", "hocket.rank", "--rank", str(rank), "--world-size", str(self.world_size)]
-        command += ["--address", self._channel.address, "--startup-timeout", str(self._startup_timeout_s)]
-        if not under_torchrun():
-            command += ["--store", f"{self._folder}/store"]
-        # A session of its own: Ctrl-C in the terminal is for the front, which decides what becomes of the ranks.
-        self._processes[rank] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=rank_environment(), start_new_session=True
-        )
+    def _spawn_all(self) -> None:
+        size, address, limit_s = self.world_size, self._channel.address, self._startup_timeout_s
+        if self._hosts is not None:
+            listener = self._hosts.store_listener
+            for rank in self._hosts.config.ranks:
+                more = group_environment(self._hosts.config, rank, *listener.getsockname()[:2])
+                fd = listener.fileno() if rank == 0 else None
+                self._processes[rank] = spawn_rank(rank, size, address, limit_s, store_fd=fd, environment=more)
+            listener.close()  # rank 0 has it
+        elif under_torchrun():
+            self._processes[0] = spawn_rank(0, size, address, limit_s)
+        else:
+            for rank in self.ranks:
+                self._processes[rank] = spawn_rank(rank, size, address, limit_s, store=f"{self._folder}/store")
 
     def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
         """Build the engine on every rank; returns each rank's start-up facts, by rank."""
@@ -139,6 +163,7 @@ class RankGroup:
             if now > self._checked_at + _CHECK_S:  # also while other ranks go on talking
                 self._checked_at = now
                 self._check_processes()
+                self._check_hosts()
             if kept or now >= deadline:
                 return kept
 
@@ -170,12 +195,20 @@ class RankGroup:
         self, kind: type[Hello] | type[Ready], timeout_s: float, verb: str, on_progress: OnProgress | None = None
     ) -> dict[int, Any]:
         deadline = time.monotonic() + timeout_s
+        said_at = time.monotonic()
         seen: dict[int, Any] = {}
+        said = ""
         while len(seen) < self.world_size:
-            if time.monotonic() > deadline:
-                missing = _listed(set(self.ranks) - seen.keys())
+            now, missing = time.monotonic(), listed(set(self.ranks) - seen.keys())
+            if self._on_wait is not None and missing != said:
+                self._on_wait(f"waiting for rank {missing} to {verb}")
+                said = missing
+            if now > deadline:
                 self.kill()
                 raise RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
+            if now > said_at + REMIND_S and self._has_ranks_elsewhere():
+                said_at = now
+                logger.warning("waiting for rank %s to %s, for up to %.0f s more", missing, verb, deadline - now)
             for message in self.receive(_POLL_S):
                 if isinstance(message, kind):
                     seen[message.rank] = message
@@ -187,17 +220,33 @@ class RankGroup:
                         on_progress(message.phase, message.done, message.total)
         return seen
 
+    def _has_ranks_elsewhere(self) -> bool:
+        """Whether some were not started here, so that somebody may have to do something about them."""
+        return len(self._processes) < self.world_size
+
+    def _check_hosts(self) -> None:
+        try:
+            if self._hosts is not None:
+                self._hosts.check()
+        except RankLost as error:
+            self._hear_last_words()
+            self.kill(str(error))
+            raise
+
+    def _hear_last_words(self) -> None:
+        for message in self._channel.receive(_POLL_S):
+            if isinstance(message, Failed):
+                self._fail(message)
+
     def _check_processes(self) -> None:
         for rank, process in self._processes.items():
             code = process.poll()
             if code is None:
                 continue
-            for message in self._channel.receive(_POLL_S):  # its last words may still be on the way
-                if isinstance(message, Failed):
-                    self._fail(message)
+            self._hear_last_words()  # which may still be on the way
             found = self._records.read()
             error = self._cause_of_death(rank, code, found)
-            self.kill()
+            self.kill(str(error))
             raise type(error)(f"{error}{_where(found)}")
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
@@ -205,7 +254,7 @@ class RankGroup:
         aborts one that waited too long.)"""
         how = f"rank {rank} ended unexpectedly ({how_ended(code)})"
         if code == -signal.SIGABRT and self._device == "cpu" and (odd := apart(found) or elsewhere(found, rank)):
-            return StepDesync(f"rank {_listed(odd)} took one transfer for another; {how}")
+            return StepDesync(f"rank {listed(odd)} took one transfer for another; {how}")
         return RankLost(how)
 
     def _fail(self, first: Failed) -> None:
@@ -218,7 +267,7 @@ class RankGroup:
             reports += [m for m in self._channel.receive(_POLL_S) if isinstance(m, Failed)]
         cause = next((report for report in reports if report.kind != RankLost.__name__), first)
         error = self._error_of(cause, reports)
-        self.kill()
+        self.kill(str(error))
         raise error
 
     def _may_still_speak(self, reports: list[Failed]) -> set[int]:
@@ -236,7 +285,7 @@ class RankGroup:
                 return type(lost)(f"{lost}; first noticed by rank {cause.rank}: {message}")
             message = f"on rank {cause.rank}: {message}"
             if cause.kind == StepDesync.__name__ and (odd := apart(found) or elsewhere(found, cause.rank)):
-                message = f"rank {_listed(odd)} is out of step; {message}"
+                message = f"rank {listed(odd)} is out of step; {message}"
         error = errors.revive(cause.kind, message)
         error.add_note(f"on rank {cause.rank}:\n{cause.details}")
         return error
@@ -251,12 +300,17 @@ class RankGroup:
             code = process.poll()
             if code is not None and code < 0:
                 return self._cause_of_death(rank, code, found)
+        try:
+            if self._hosts is not None:
+                self._hosts.check()
+        except RankLost as error:
+            return error
         late = behind(found)
         silent = set(self.ranks) - {report.rank for report in reports}
         stopped = silent & lifeless(found, _SHARE_OF_LIMIT * self._step_timeout_s)
         if silent:
-            return RankLost(f"rank {_listed(stopped or silent & late or silent)} stopped answering")
-        return RankLost(f"rank {_listed(late)} did not take part in a transfer") if late else None
+            return RankLost(f"rank {listed(stopped or silent & late or silent)} stopped answering")
+        return RankLost(f"rank {listed(late)} did not take part in a transfer") if late else None
 
     def close(self) -> None:
         """Ask every rank to end, wait, and kill what is left."""
@@ -270,14 +324,16 @@ class RankGroup:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(deadline - time.monotonic(), 0.01))
         finally:  # also when Ctrl-C comes a second time
-            self.kill()
+            self.kill("")
 
-    def kill(self) -> None:
-        """End every process at once and remove the sockets."""
+    def kill(self, why: str = "a rank was lost") -> None:
+        """End every process at once and remove the sockets. `why` is for the other hosts."""
         if self.closed:
             return
         self.closed = True
         try:
+            if self._hosts is not None:
+                self._hosts.close(why)
             end_all(self._processes.values())
             self._channel.close()
             self._records.close()
@@ -290,10 +346,6 @@ class RankGroup:
 
 def _where(found: dict[int, Whereabouts]) -> str:
     return f" ({described(found)})" if found else ""
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def _bind_address(folder: str) -> str:

@@ -14,7 +14,12 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from hocket.channel.messages import KEY_MARK
+
+_FRONT_KEY = "_HOCKET_FRONT_KEY"  # set by us, for a rank that we start: command lines are seen by all users
 _MAX_SOCKET_FOLDER = 70
+REMIND_S = 5.0
+"""Between two lines that say whom one still waits for."""
 _KILLED_S = 10.0
 """A process that a driver holds in the kernel does not end when it is killed: nobody should wait for it for ever."""
 
@@ -35,6 +40,48 @@ def rank_environment() -> dict[str, str]:
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return env
+
+
+def spawn_rank(
+    rank: int,
+    world_size: int,
+    address: str,
+    startup_timeout_s: float,
+    *,
+    store: str | None = None,
+    store_fd: int | None = None,
+    environment: dict[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a rank that finds the front at `address` and the others by the `store` file, else as `environment` says.
+
+    store_fd: the socket at which it is to serve the group's store. It ends when this process does.
+    """
+    endpoint, mark, key = address.partition(KEY_MARK)
+    # -P: what lies in the current directory must not be taken for a module.
+    command = [sys.executable, "-P", "-m", "hocket.rank", "--rank", str(rank), "--world-size", str(world_size)]
+    command += ["--address", endpoint, "--startup-timeout", str(startup_timeout_s)]
+    if store is not None:
+        command += ["--store", store]
+    if store_fd is not None:
+        command += ["--store-fd", str(store_fd)]
+    # A session of its own: Ctrl-C in the terminal is for the front, which decides what becomes of the ranks.
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        env=rank_environment() | {_FRONT_KEY: mark + key} | (environment or {}),
+        pass_fds=() if store_fd is None else (store_fd,),
+        start_new_session=True,
+    )
+
+
+def key_of_front() -> str:
+    """In the started rank: what belongs behind its `--address`."""
+    return os.environ.pop(_FRONT_KEY, "")
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Numbers of ranks for a message."""
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def how_ended(exit_code: int) -> str:

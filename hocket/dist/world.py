@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from hocket.dist.exchange import Hub, Leaf, Recorded, SoloExchange, StepExchange, listen
+from hocket.dist.interfaces import interface_to
 from hocket.dist.mesh import Mesh
 from hocket.dist.record import Record, Records
 from hocket.errors import HocketError, RankLost
@@ -25,13 +26,17 @@ _NCCL_GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which rank this process is and where its peers are. `store_path` None: torchrun's MASTER_ADDR and MASTER_PORT."""
+    """Which rank this process is and where its peers are. `store_path` None: torchrun's MASTER_ADDR and MASTER_PORT.
+
+    store_fd: the listening socket at which this rank is to serve that store.
+    """
 
     rank: int
     world_size: int
     node: int
     node_ranks: tuple[int, ...]
     store_path: str | None = None
+    store_fd: int | None = None
 
     def device(self, kind: str) -> torch.device:
         """This rank's device of a kind: the GPU with the number that the rank has on its host, or the CPU.
@@ -53,7 +58,7 @@ class Place:
         return cls(rank=rank, world_size=world_size, node=0, node_ranks=ranks, store_path=store_path)
 
     @classmethod
-    def from_torchrun(cls) -> Place:
+    def from_torchrun(cls, store_fd: int | None = None) -> Place:
         """Read torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK."""
         env = os.environ
         rank, local = int(env["RANK"]), int(env.get("LOCAL_RANK", "0"))
@@ -64,6 +69,7 @@ class Place:
             world_size=int(env["WORLD_SIZE"]),
             node=int(env.get("GROUP_RANK", "0")),
             node_ranks=tuple(range(first, first + local_size)),
+            store_fd=store_fd,
         )
 
 
@@ -77,6 +83,8 @@ class World:
         self.place = place
         if place.store_path is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        elif len(place.node_ranks) < place.world_size and (interface := interface_to(os.environ["MASTER_ADDR"])):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo would take the one of this host's name
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self.store = self._open_store()
         self._ep_groups: dict[tuple[str, float, int | None], dist.ProcessGroup] = {}
@@ -86,13 +94,26 @@ class World:
             records = Records(os.path.dirname(place.store_path), place.world_size, create=False)
             self.record = records.own(place.rank)
 
+    def claim(self) -> None:
+        """Take this rank's number. Raises RankLost where another process of the group has it."""
+        if self.place.store_path is None and self.store.add(f"claimed/{self.place.rank}", 1) > 1:
+            raise RankLost(f"rank {self.place.rank} was started twice: RANK must differ between processes")
+
     def join(self) -> None:
         """Wait for all ranks; raises after the time-out."""
         place = self.place
-        if place.world_size > 1:
+        if place.world_size == 1:
+            return
+        try:
             dist.init_process_group(
                 "gloo", store=self.store, rank=place.rank, world_size=place.world_size, timeout=self._timeout
             )
+        except RuntimeError as error:
+            if len(place.node_ranks) == place.world_size:
+                raise
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+            hint = f"is GLOO_SOCKET_IFNAME ({interface}) the interface that the other hosts reach?"
+            raise RankLost(f"rank {place.rank} cannot meet all others: {hint} ({error})") from None
 
     def _open_store(self) -> Store:
         place = self.place
@@ -101,7 +122,14 @@ class World:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         master = place.rank == 0 and not agent
-        store = TCPStore(host, port, is_master=master, timeout=self._timeout, wait_for_workers=False)
+        store = TCPStore(
+            host,
+            port,
+            is_master=master,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=place.store_fd,
+        )
         # Under torchrun the agent's store outlives a restart of the workers: keep each attempt's keys apart.
         return PrefixStore(f"hocket/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -161,9 +189,10 @@ class World:
 
     def _leader_gather(self, timeout_s: float) -> _LeaderGather | None:
         """Collective over all ranks: a gloo group of each host's first rank."""
-        firsts: list[int | None] = [None] * self.place.world_size
-        dist.all_gather_object(firsts, self.place.node_ranks[0])
-        leaders = sorted({rank for rank in firsts if rank is not None})
+        gathered = [torch.empty(1, dtype=torch.int64) for _ in range(self.place.world_size)]
+        dist.all_gather(gathered, torch.tensor([self.place.node_ranks[0]]))
+        firsts = [int(first) for first in gathered]
+        leaders = sorted(set(firsts))
         sizes = [firsts.count(leader) for leader in leaders]
         group = dist.new_group(leaders, backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         return _LeaderGather(group, sizes) if self.place.rank in leaders else None

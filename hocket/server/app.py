@@ -13,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from hocket import __version__
 from hocket.errors import ConfigError
@@ -32,6 +32,7 @@ from hocket.server.settings import Settings
 
 _MAX_LENIENT_BYTES = 2**16
 _ODD_VALUES = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]")
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -85,13 +86,13 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
 def _generating(engine: Engine, names: tuple[str, ...], settings: Settings) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         form = CompletionForm(engine, body, _answer_id("cmpl", request), model, _rank(request))
         return await answer(request, form)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=_STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         form = ChatForm(
@@ -177,7 +178,7 @@ def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRou
     async def load() -> Response:
         return Json({"server_load": engine.client.num_requests, "ranks": engine.loads()})
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
         text = await metrics.scrape(engine.client.ask_counters)
         return Response(text, headers={"content-type": metrics.content_type})

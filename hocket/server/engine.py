@@ -152,7 +152,7 @@ class Engine:
             """On a thread of its own, which does not keep the process when that is told to end."""
             try:
                 self.llm.close()
-                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress)
+                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress, hosts=self.llm.hosts)
             except HocketError as failure:
                 found = failure
             except Exception as failure:

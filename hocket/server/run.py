@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -15,13 +16,18 @@ from typing import Any
 
 import uvicorn
 
+from hocket.config.hosts import HostConfig
 from hocket.config.options import Options
-from hocket.errors import ConfigError, HocketError
-from hocket.llm import LLM
+from hocket.config.resolve import resolve
+from hocket.dist.headless import run_ranks
+from hocket.dist.launcher import under_torchrun
+from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.llm import LLM, must_agree
 from hocket.server.app import make_app
 from hocket.server.connection import TimedProtocol
 from hocket.server.engine import Engine
 from hocket.server.settings import Settings
+from hocket.server.starting import Starting
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_S = 3.0
@@ -30,18 +36,58 @@ _AFTER_DRAIN_S = 5
 _BACKLOG = 2048
 
 
-def serve(options: Options, settings: Settings) -> None:
+def serve(options: Options, settings: Settings, hosts: HostConfig | None = None) -> None:
     """Load the model and serve it until SIGTERM or SIGINT, then finish what is being answered.
+
+    hosts: other hosts have some of the ranks, or this one is headless and only runs its ranks for the server. Under
+    torchrun rank 0 serves and the other ranks end in here.
 
     Raises:
         HocketError: options are wrong, the model cannot be loaded, or a rank was lost for good.
         KeyboardInterrupt: a second signal came while requests were being finished.
     """
+    restarts = settings.on_rank_loss == "restart"
+    if hosts is not None and hosts.headless:
+        _serve_headless(options, hosts, restarts=restarts)
+        return
+    if under_torchrun():
+        _check_torchrun(hosts, restarts=restarts)
+        if os.environ["RANK"] != "0":
+            # torchrun tells all its processes to end: rank 0 decides when, and the others end with it.
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            LLM.from_options(options)  # does not return
     _allow_many_connections()
-    with _listen(settings) as listener, LLM.from_options(options, progress=True) as llm:
+    with _listen(settings) as listener, _started(options, settings, listener, hosts) as llm:
         if not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             _say(llm.summary())
         asyncio.run(_Run(options, settings, listener).serve(llm))
+
+
+def _serve_headless(options: Options, hosts: HostConfig, *, restarts: bool) -> None:
+    startup_timeout_s = resolve(options).startup_timeout_s
+    while True:
+        try:
+            run_ranks(hosts, must_agree(options), startup_timeout_s)
+            return
+        except RankLost as error:
+            if not restarts:
+                raise
+            _say(f"RankLost: {error}; waiting for the server to start anew")
+
+
+def _check_torchrun(hosts: HostConfig | None, *, restarts: bool) -> None:
+    if hosts is not None:
+        allowed = "not to give it: torchrun says which ranks are where"
+        raise ConfigError("data_parallel_size_local", hosts.num_ranks, allowed, where="under torchrun")
+    if restarts:
+        raise ConfigError("on_rank_loss", "restart", "exit, and torchrun's --max-restarts", where="under torchrun")
+
+
+def _started(options: Options, settings: Settings, listener: socket.socket, hosts: HostConfig | None) -> LLM:
+    """The LLM; until it is there, whoever asks is told what is waited for."""
+    with Starting(settings, listener, _config) as starting:
+        return LLM.from_options(options, progress=True, hosts=hosts, on_wait=starting.tell)
 
 
 class _Run:
@@ -143,7 +189,7 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """The bound socket: a port that is taken is said before a model is loaded. Nobody can connect yet."""
+    """The bound socket: a port that is taken is said before a model is loaded."""
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2] / "hocket"
 
 # Higher layers may import lower ones, never the other way round. A module belongs to the longest matching prefix.
 LAYERS = [
-    ("hocket.cli",),
+    ("hocket.cli", "hocket.__main__"),
     ("hocket.server",),
     ("hocket.explain",),
     ("hocket.doctor", "hocket.verify"),

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,3 +122,22 @@ def test_progress_belongs_to_standard_error(
 def test_what_runs_is_said_once(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
     monkeypatch.setenv("HOCKET_LOG_LEVEL", level)
     assert generate(monkeypatch).count("ready in") == 1
+
+
+def test_sigterm_is_as_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a command does at its end is done: else a rank that hangs would be left behind."""
+    ended = []
+
+    def command() -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            return 0
+        finally:
+            ended.append("ranks")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("hocket.cli.app.run", command)
+    assert run(monkeypatch, "generate") == 130
+    assert ended == ["ranks"]
+    assert capsys.readouterr().err == "hocket: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is before

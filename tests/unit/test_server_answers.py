@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 from fake_server import FakeServed, serving
+from served import JSON
 
 TEXT = "In the beginning there was a stop, and then there was none."
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -227,6 +228,27 @@ def test_the_api_document_names_every_field(served: FakeServed) -> None:
     _, document = served.ask("GET", "/openapi.json")
     for model in (ChatRequest, CompletionRequest):
         assert document["components"]["schemas"][model.__name__]["properties"].keys() == model.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", COMPLETIONS, {"prompt": "Hello"}),
+        ("POST", COMPLETIONS, {"prompt": "Hello", "stream": True}),
+        ("POST", CHAT, HELLO | {"stream": True}),
+        ("GET", "/metrics", None),
+        ("GET", "/load", None),
+    ],
+)
+def test_the_api_document_names_what_answers_are_made_of(served: FakeServed, method: str, path: str, body: Any) -> None:
+    _, document = served.ask("GET", "/openapi.json")
+    connection = served.connect()
+    connection.request(method, path, json.dumps(body) if body else None, JSON if body else {})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    kind = answer.headers["content-type"].partition(";")[0]
+    assert kind in document["paths"][path][method.lower()]["responses"][str(answer.status)]["content"]
 
 
 def test_seeds_repeat_and_penalties_arrive(served: FakeServed) -> None:

@@ -94,7 +94,7 @@ def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
     given = []
     monkeypatch.setenv("HOCKET_API_KEY", "secret")
-    monkeypatch.setattr(run, "serve", lambda options, settings: given.append((options.model, settings.api_keys)))
+    monkeypatch.setattr(run, "serve", lambda options, settings, hosts: given.append((options.model, settings.api_keys)))
     monkeypatch.setattr("sys.argv", ["hocket", "serve", "some/model", "--api-key", "other"])
     assert main() == 0
     assert given == [("some/model", ("other", "secret"))]

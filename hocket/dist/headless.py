@@ -1,0 +1,168 @@
+"""A headless host: starts its ranks for a server elsewhere, watches them, ends with it. Knows no engine; torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hocket.channel.lobby import Alive, End, Join, LobbyGuest, RankEnded, Refused, ServerMessage, Start, Waiting
+from hocket.config.hosts import HostConfig
+from hocket.dist.hosts import group_environment, resolved
+from hocket.dist.processes import REMIND_S, end_all, how_ended, listed, spawn_rank
+from hocket.errors import ConfigError, RankLost
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.2
+_ALIVE_S = 1.0
+_END_S = 10.0
+"""For ranks that were told to end."""
+
+
+def run_ranks(config: HostConfig, must_agree: dict[str, Any], startup_timeout_s: float) -> None:
+    """Join the server, run this host's ranks, return when the server has ended as it should.
+
+    SIGTERM and Ctrl-C wait for the server, which may still need the ranks to finish requests; a second one does not.
+
+    Raises:
+        RankLost: no server within the limit, or it or a rank was lost. ConfigError: the server refuses this host.
+        KeyboardInterrupt: a signal said to end.
+    """
+    guest = _Headless(config, must_agree, startup_timeout_s)
+    try:
+        start = guest.join()
+        with _signals_wait():
+            guest.run(start)
+    finally:
+        guest.close()
+
+
+class _Headless:
+    """One life of the host's ranks, with one server."""
+
+    def __init__(self, config: HostConfig, must_agree: dict[str, Any], startup_timeout_s: float) -> None:
+        self._config = config
+        self._startup_timeout_s = startup_timeout_s
+        name = f"{socket.gethostname()} (process {os.getpid()})"
+        first, count = config.start_rank, config.num_ranks
+        self._joining = Join(
+            host=name, start_rank=first, num_ranks=count, world_size=config.world_size, must_agree=must_agree
+        )
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._lobby: LobbyGuest | None = None
+
+    def join(self) -> Start:
+        """Say that this host is there until all are."""
+        began = time.monotonic()
+        said_at, waits_for = began, "the server"
+        deadline = began + self._startup_timeout_s
+        lobby = self._lobby = LobbyGuest(self._address(deadline), self._config.port)
+        while True:
+            lobby.send(self._joining)
+            for message in lobby.receive(_ALIVE_S):
+                if isinstance(message, Start):
+                    return message
+                if isinstance(message, Waiting):
+                    waits_for = f"a host with rank {listed(message.missing)}" if message.missing else "the server"
+                    deadline = time.monotonic() + self._startup_timeout_s  # the server has a limit for the others
+                self._obey(message)
+            now = time.monotonic()
+            place = f"{self._config.address}:{self._config.port}"
+            why = " (what answers there has another HOCKET_CLUSTER_SECRET, or is no hocket)" if lobby.wrong_key else ""
+            if now > deadline:
+                limit = f"within {self._startup_timeout_s:g} s (--startup-timeout)"
+                raise RankLost(f"no server let this host in at {place} {limit}{why}")
+            if now > said_at + REMIND_S:
+                said_at = now
+                logger.warning("waiting for %s at %s: %.0f s%s", waits_for, place, now - began, why)
+
+    def _address(self, deadline: float) -> str:
+        """The server's, once its name has one."""
+        while True:
+            try:
+                return resolved(self._config.address)
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_ALIVE_S)
+
+    def run(self, start: Start) -> None:
+        """Start the ranks; return when they have ended as the server told them."""
+        lobby = self._lobby
+        assert lobby is not None
+        for rank in self._config.ranks:
+            more = group_environment(self._config, rank, start.store_host, start.store_port)
+            world = self._config.world_size
+            self._processes[rank] = spawn_rank(rank, world, start.channel, self._startup_timeout_s, environment=more)
+        _say(f"rank {listed(self._config.ranks)} started for the server at {self._config.address}")
+        spoke_at = 0.0
+        while any(process.poll() is None for process in self._processes.values()):
+            if time.monotonic() > spoke_at + _ALIVE_S:
+                spoke_at = time.monotonic()
+                lobby.send(Alive())
+            for message in lobby.receive(_POLL_S):
+                if self._obey(message):
+                    self._wait_for_end()
+                    return
+            self._check_ranks(lobby)
+
+    def _obey(self, message: ServerMessage) -> bool:
+        """Whether the server has ended as it should; raises where it or this host cannot go on."""
+        if isinstance(message, Refused):
+            ranks = f"{listed(self._config.ranks)} of {self._config.world_size}"
+            raise ConfigError("data_parallel_start_rank", ranks, message.message, where="by the server")
+        if isinstance(message, End) and message.error:
+            raise RankLost(f"the server ended: {message.error}")
+        return isinstance(message, End)
+
+    def _check_ranks(self, lobby: LobbyGuest) -> None:
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if code:
+                # A rank that reports its own failure ends with 1 or 3 and is heard first: the server knows more then.
+                how = how_ended(code)
+                lobby.send(RankEnded(rank=rank, how=how))
+                raise RankLost(f"rank {rank} ended unexpectedly ({how}); the server's host says why")
+
+    def _wait_for_end(self) -> None:
+        deadline = time.monotonic() + _END_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.01))
+
+    def close(self) -> None:
+        """End what is left."""
+        end_all(self._processes.values())
+        if self._lobby is not None:
+            self._lobby.close()
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """The first signal says that the server decides, the second ends."""
+    seen: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            raise KeyboardInterrupt
+        name = signal.Signals(number).name
+        _say(f"{name}: ranks here end with the server; once more: at once")
+
+    former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    print(f"hocket: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,230 @@
+"""Hosts of a server meet: who has which ranks, who is refused, who is missing; nothing of it needs a model."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hocket.channel.lobby import Alive, Join, LobbyGuest, RankEnded, Refused, Start, Waiting
+from hocket.config.hosts import HostConfig
+from hocket.dist import hosts as hosts_module
+from hocket.dist.headless import run_ranks
+from hocket.dist.hosts import Hosts, Roster
+from hocket.dist.interfaces import interface_to
+from hocket.errors import ConfigError, RankLost
+
+LIMIT_S = 20.0
+AGREED = {"model": "tiny", "enable_dbo": True}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def joining(first: int, count: int, **more: Any) -> Join:
+    given = {"host": f"host{first}", "start_rank": first, "num_ranks": count, "world_size": 4, "must_agree": AGREED}
+    return Join(**(given | more))
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """A server with rank 0 of four."""
+    made = Hosts(HostConfig(world_size=4, num_ranks=1, port=free_port()), AGREED)
+    yield made
+    made.close("")
+
+
+def guest_of(hosts: Hosts) -> LobbyGuest:
+    return LobbyGuest("127.0.0.1", hosts.config.port)
+
+
+def answer(guest: LobbyGuest, kind: type[Any]) -> Any:
+    """The next message of this kind."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for message in guest.receive(0.1):
+            if isinstance(message, kind):
+                return message
+    raise AssertionError(f"no {kind.__name__}")
+
+
+# -- who has which ranks ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_missing_until_every_one_has_a_host() -> None:
+    roster = Roster(4, range(1), AGREED)
+    assert roster.missing(0.0) == [1, 2, 3]
+    assert roster.join(b"b", joining(2, 2), 0.0) is None
+    assert roster.missing(1.0) == [1]
+    assert roster.join(b"c", joining(1, 1), 1.0) is None
+    assert roster.missing(1.0) == []
+
+
+def test_a_host_that_went_before_the_start_makes_room() -> None:
+    roster = Roster(4, range(1), AGREED)
+    assert roster.join(b"b", joining(2, 2), 0.0) is None
+    why = roster.join(b"c", joining(1, 2), 1.0)
+    assert why == "rank 2 is there twice: on host2 and on host1"
+    roster.heard(b"b", 3.0)
+    assert roster.missing(6.0) == [1]
+    assert roster.missing(8.0) == [1, 2, 3]
+    assert roster.join(b"c", joining(1, 2), 8.0) is None
+    assert roster.silent(20.0) is None
+    silent = roster.silent(24.0)
+    assert silent is not None
+    assert silent.join.host == "host1"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (joining(0, 1), "rank 0 is there twice: on the server's host and on host0"),
+        (joining(1, 1, world_size=2), "--data-parallel-size is 2 there and 4 at the server"),
+        (joining(3, 2), "of 4"),
+        (joining(-1, 2), "of 4"),
+        (joining(1, 0), "of 4"),
+        (joining(1, 1, must_agree=AGREED | {"enable_dbo": False}), "enable_dbo is False there and True at the server"),
+        (joining(1, 1, must_agree={"model": "tiny"}), "enable_dbo is None there"),
+    ],
+)
+def test_what_does_not_fit_is_refused(message: Join, expected: str) -> None:
+    why = Roster(4, range(1), AGREED).join(b"b", message, 0.0)
+    assert why is not None
+    assert expected in why
+
+
+# -- over the network -------------------------------------------------------------------------------------------------
+
+
+def test_missing_ranks_are_named_while_waiting_and_after_the_limit(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hosts_module, "REMIND_S", 0.1)
+    with caplog.at_level(logging.WARNING), pytest.raises(RankLost, match=r"rank 1, 2, 3 came .* within 0\.5 s"):
+        hosts.gather(0.5)
+    assert "waiting for a host with rank 1, 2, 3: 0 of 0.5 s" in caplog.text
+
+
+def test_hosts_meet_and_start_and_one_that_goes_is_named(hosts: Hosts) -> None:
+    gathered = threading.Thread(target=hosts.gather, args=(LIMIT_S,))
+    gathered.start()
+    one, twice, other = guest_of(hosts), guest_of(hosts), guest_of(hosts)
+    one.send(joining(1, 2))
+    assert answer(one, Waiting).missing == [3]
+    twice.send(joining(2, 2))
+    assert answer(twice, Refused).message == "rank 2 is there twice: on host1 and on host2"
+    other.send(joining(3, 1))
+    gathered.join(LIMIT_S)
+    assert not gathered.is_alive()
+    hosts.start("tcp://front")
+    assert answer(one, Start).channel == answer(other, Start).channel == "tcp://front"
+    twice.send(joining(3, 1))
+    other.send(Alive())
+    other.send(RankEnded(rank=3, how="exit code 7"))
+    with pytest.raises(RankLost, match=r"rank 3 ended unexpectedly on host host3 \(exit code 7\)"):  # noqa: PT012
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            hosts.check()
+            time.sleep(0.01)
+    for guest in (one, twice, other):
+        guest.close()
+
+
+def test_who_has_another_secret_cannot_say_a_word(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOCKET_CLUSTER_SECRET", "another")
+    stranger = guest_of(hosts)
+    stranger.send(joining(1, 3))
+    deadline = time.monotonic() + LIMIT_S
+    while not stranger.wrong_key:
+        assert time.monotonic() < deadline
+        assert stranger.receive(0.05) == []
+    with pytest.raises(RankLost, match="rank 1, 2, 3"):
+        hosts.gather(0.3)
+    stranger.close()
+
+
+def test_what_is_no_message_disturbs_nobody(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    guest = guest_of(hosts)
+    guest._socket.send(b"\x80\x04\x95pickled?")
+    with socket.create_connection(("127.0.0.1", hosts.config.port), LIMIT_S) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        guest.send(joining(1, 3))
+        hosts.gather(LIMIT_S)
+    assert "what is no message" in caplog.text
+    guest.close()
+
+
+def test_a_headless_host_says_what_it_waits_for_and_why_it_was_refused(hosts: Hosts) -> None:
+    wrong = HostConfig(
+        world_size=4, num_ranks=1, start_rank=1, address="127.0.0.1", port=hosts.config.port, headless=True
+    )
+
+    def gather() -> None:
+        with pytest.raises(RankLost):
+            hosts.gather(3.0)
+
+    server = threading.Thread(target=gather)
+    server.start()
+    with pytest.raises(ConfigError, match="model is 'other' there and 'tiny' at the server"):
+        run_ranks(wrong, AGREED | {"model": "other"}, LIMIT_S)
+    server.join(LIMIT_S)
+    alone = HostConfig(world_size=4, num_ranks=1, start_rank=1, port=free_port(), headless=True)
+    with pytest.raises(RankLost, match=r"no server let this host in at 127\.0\.0\.1:\d+ within 0\.5 s"):
+        run_ranks(alone, AGREED, 0.5)
+
+
+def test_an_address_of_another_host_or_a_taken_port_is_refused(hosts: Hosts) -> None:
+    with pytest.raises(ConfigError, match="data_parallel_rpc_port"):
+        Hosts(HostConfig(world_size=4, num_ranks=1, port=hosts.config.port), AGREED)
+    with pytest.raises(ConfigError, match=r"data_parallel_address: '192\.0\.2\.1'"):
+        Hosts(HostConfig(world_size=4, num_ranks=1, address="192.0.2.1", port=free_port()), AGREED)
+
+
+def test_the_interface_to_this_host() -> None:
+    assert interface_to("127.0.0.1") == interface_to("127.0.0.2") == "lo"
+    assert interface_to("no.such.host.invalid") is None
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------
+
+
+def flags(world_size: int = 4, **given: Any) -> HostConfig | None:
+    none = {"size_local": None, "start_rank": None, "address": None, "port": None, "headless": False}
+    return HostConfig.from_flags(world_size, **(none | given))
+
+
+def test_flags_of_one_host_and_of_many() -> None:
+    assert flags() is None
+    assert flags(size_local=4) is None
+    server = flags(size_local=1, address="10.0.0.1")
+    assert server is not None
+    assert (server.ranks, server.headless) == (range(1), False)
+    other = flags(size_local=2, start_rank=2, address="10.0.0.1", port=5, headless=True)
+    assert other is not None
+    assert (other.ranks, other.port) == (range(2, 4), 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"headless": True}, "data_parallel_size_local"),
+        ({"headless": True, "size_local": 1}, "data_parallel_start_rank"),
+        ({"headless": True, "size_local": 1, "start_rank": 1}, "data_parallel_address"),
+        ({"headless": True, "size_local": 1, "start_rank": 0, "address": "a"}, "data_parallel_start_rank"),
+        ({"headless": True, "size_local": 2, "start_rank": 3, "address": "a"}, "data_parallel_start_rank"),
+        ({"size_local": 2, "start_rank": 1}, "data_parallel_start_rank"),
+        ({"size_local": 5}, "data_parallel_size_local"),
+        ({"address": "a"}, "data_parallel_size_local"),
+        ({"world_size": 1, "size_local": 2}, "data_parallel_size_local"),
+    ],
+)
+def test_flags_that_contradict_each_other(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        flags(**given)
