@@ -6,7 +6,7 @@ Knows which rank has which request; knows nothing of how ranks work or of how re
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -110,6 +110,8 @@ class EngineClient:
         self._silence_checked_at = 0.0
         self._placed: dict[str, _Placed] = {}  # by engine request id
         self.listener: Listener | None = None
+        self.on_spans: Callable[[Spans], None] | None = None
+        """Gets what `ask_spans` asked for."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -212,6 +214,8 @@ class EngineClient:
                 failed.append(self._fail(message))
             if isinstance(message, Counters) and self.listener is not None:
                 self.listener.counted(message.stats)
+            elif isinstance(message, Spans) and self.on_spans is not None:
+                self.on_spans(message)
             if not isinstance(message, StepOutputs):
                 continue
             for output in message.outputs:
@@ -282,6 +286,10 @@ class EngineClient:
     def recorded_steps(self) -> list[list[Step]]:
         """What every rank has recorded, by rank; call it while nothing is being generated. Recording ends."""
         return [message.steps for message in self._ask(GetSpans(), Spans, "what it recorded")]
+
+    def ask_spans(self) -> None:
+        """As `recorded_steps`, without waiting: `on_spans` gets them, also while ranks work."""
+        self.group.broadcast(GetSpans())
 
     def set_thresholds(self, decode: int, prefill: int) -> None:
         """Have all ranks split steps of so many tokens and more; call it while nothing is being generated."""

@@ -22,6 +22,9 @@ MAX_COMPLETIONS = 16384
 MAX_TEMPERATURE = 1e4
 MAX_LOGIT_BIAS = 100.0
 
+REASONING_STARTS = ("none", "maybe", "open")
+"""How an output may begin: with its content; with reasoning if it says so; with reasoning."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -33,6 +36,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     (`temperature` < 1e-5) has `top_p`, `top_k` and `min_p` off. `max_tokens=None`: up to the model's length;
     `logprobs=-1` and `prompt_logprobs=-1`: the whole vocabulary. `json_schema`: the output is JSON of that schema, if
     `max_tokens` suffice for it; it wins over whatever else forbids a token (text after construction; needs llguidance).
+    `reasoning`: how the output begins; stop strings count only after a reasoning, <think>…</think>: "none", "maybe" (if
+    it begins with <think>), "open" (<think> was said).
 
     Raises ConfigError(field, value, allowed) for every wrong value.
     """
@@ -61,6 +66,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     json_schema: str | dict[str, Any] | None = None
+    reasoning: str = "none"
 
     def __post_init__(self) -> None:
         self._take_numbers()
@@ -95,6 +101,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             setattr(self, field, _flag(field, getattr(self, field)))
 
     def _take_lists(self) -> None:
+        if self.reasoning not in REASONING_STARTS:
+            raise ConfigError("reasoning", self.reasoning, " or ".join(REASONING_STARTS))
         self.stop = _strings("stop", self.stop)
         self.bad_words = _strings("bad_words", self.bad_words)
         if self.stop and not self.detokenize:

@@ -16,6 +16,7 @@ from hocket.cli.main import INTERRUPTED
 from hocket.cli.serve import serve
 from hocket.cli.trace import trace
 from hocket.cli.verify import verify
+from hocket.config.harmless import REFUSED
 from hocket.envs import set_up_logging
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
 
@@ -83,6 +84,10 @@ def run() -> int:
     except typer.Abort as error:
         raise KeyboardInterrupt from error
     except _UsageError as error:
+        option = str(getattr(error, "option_name", ""))
+        if why := REFUSED.get(option.removeprefix("--").replace("-", "_")):
+            print(f"hocket: {option}: not supported: {why}", file=sys.stderr)
+            return 2
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         if message:  # without arguments the help was printed instead
             print(f"hocket: {message} (see --help)", file=sys.stderr)

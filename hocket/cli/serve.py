@@ -49,6 +49,35 @@ def serve(
     metrics_names: Annotated[
         str, typer.Option(help="prefix of the metrics that vLLM has too: hocket or vllm", rich_help_panel=_SERVER)
     ] = "hocket",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="tell the model's reasoning from its answer: deepseek_r1, deepseek_v3 or qwen3 (default: not)",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option(
+            "--enable-auto-tool-choice",
+            help="let models call tools as they like, written as --tool-call-parser says",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="how the model writes tool calls: hermes (Qwen), deepseek_v3 (V3, R1) or deepseek_v31",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    profile_dir: Annotated[
+        str | None,
+        typer.Option(
+            help="folder for traces that POST /start_profile and /stop_profile ask for (default: neither is possible)",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
@@ -138,6 +167,10 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         api_keys=tuple(keys),
         on_rank_loss=on_rank_loss,
+        reasoning_parser=reasoning_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
+        tool_call_parser=tool_call_parser,
+        profile_dir=profile_dir,
         metrics_names=metrics_names,
         max_concurrent_requests=max_concurrent_requests,
         max_body_bytes=max_body_bytes,

@@ -1,4 +1,5 @@
-"""vLLM's options that change no answer here: accepted, so that its commands and files run, and named once.
+"""vLLM's options that are not ours: those that change no answer here are accepted, so that its commands and files run,
+and named once; those for what is not done here are refused with the reason.
 
 Knows nothing of Hocket's own options.
 """
@@ -29,7 +30,6 @@ HARMLESS: dict[str, tuple[Any, ...] | None] = {
     "generation_config": ("auto",),
     "hf_overrides": (),
     "hf_token": None,
-    "kv_cache_dtype": ("auto",),
     "limit_mm_per_prompt": None,
     "max_logprobs": None,
     "max_parallel_loading_workers": None,
@@ -46,11 +46,27 @@ HARMLESS: dict[str, tuple[Any, ...] | None] = {
 }
 """vLLM's options that change no answer here, with the values for which that holds (None: all); None always is one."""
 
+_ONE_FRONT = "one server has one port and balances over all ranks; the header X-Data-Parallel-Rank picks one"
+_BOTH_ROLES = "every rank computes prompts and answers: there are no prefill and decode roles"
+REFUSED = {
+    "data_parallel_external_lb": _ONE_FRONT,
+    "data_parallel_hybrid_lb": _ONE_FRONT,
+    "data_parallel_rank": _ONE_FRONT,
+    "kv_transfer_config": _BOTH_ROLES,
+    "disaggregation_mode": _BOTH_ROLES,
+}
+"""Why an option is not there."""
+
 
 def without_harmless(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` less those of HARMLESS, which one warning names."""
+    """`values` less those of HARMLESS, which one warning names, and REFUSED, which raise ConfigError where they ask for
+    something."""
     kept, ignored = {}, []
     for name, value in values.items():
+        if name in REFUSED and value is not None and value is not False:
+            raise ConfigError(name, value, "not to give it", where=f"({REFUSED[name]})")
+        if name in REFUSED:
+            continue
         if name not in HARMLESS:
             kept[name] = value
             continue

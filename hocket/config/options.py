@@ -195,6 +195,12 @@ class Options:
         least=1,
         most=1024,
     )
+    kv_cache_dtype: str = _option(
+        "auto",
+        help="of the KV cache; only the model's own dtype, which auto is, can be had",
+        group="KV cache",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     enable_prefix_caching: bool = _option(True, help="keep and re-use the KV of common prefixes", group="KV cache")
     gpu_memory_utilization: float = _option(
         0.9, help="share of the free memory that the KV cache may use", group="KV cache", least=0.01, most=1.0

@@ -145,6 +145,15 @@ def _several_hosts() -> bool:
 
 
 def _dtype(options: Options, model: ModelConfig, device: str, why: Why) -> str:
+    """Of weights and activations, and so of the KV cache."""
+    found = _weights_dtype(options, model, device, why)
+    if options.kv_cache_dtype not in ("auto", found):
+        raise ConfigError("kv_cache_dtype", options.kv_cache_dtype, f"auto or {found}", where="with this dtype")
+    why["kv_cache_dtype"] = "the model's, as for all that attention computes"
+    return found
+
+
+def _weights_dtype(options: Options, model: ModelConfig, device: str, why: Why) -> str:
     if options.dtype != "auto":
         return options.dtype
     why["dtype"] = "on a CPU" if device == "cpu" else "as config.json says"

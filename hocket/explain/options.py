@@ -38,6 +38,7 @@ BECAME = {
     "prefill_interval": "scheduler.prefill_interval",
     "async_scheduling": "async_scheduling",
     "block_size": "cache.block_size",
+    "kv_cache_dtype": "dtype",
     "enable_prefix_caching": "cache.enable_prefix_caching",
     "gpu_memory_utilization": "cache.memory_utilization",
     "kv_cache_memory_bytes": "cache.memory_bytes",

@@ -7,10 +7,10 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
@@ -26,6 +26,7 @@ from hocket.server.completions import CompletionForm
 from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, Json
 from hocket.server.gate import Gate
+from hocket.server.profile import MAX_STEPS, NUM_STEPS, Phase, Profiler
 from hocket.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hocket.server.settings import Settings
 
@@ -70,9 +71,10 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     errors.install(app)
     metrics = Metrics(engine.llm.config, names[0], settings.metrics_names)
     engine.count_into(metrics)
-    app.include_router(_generating(engine, names))
+    app.include_router(_generating(engine, names, settings))
     app.include_router(_texts(engine, names))
     app.include_router(_looking(engine, names, metrics))
+    app.include_router(_profiling(Profiler(engine, settings.profile_dir)))
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -81,7 +83,7 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     return app
 
 
-def _generating(engine: Engine, names: tuple[str, ...]) -> APIRouter:
+def _generating(engine: Engine, names: tuple[str, ...], settings: Settings) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
 
     @router.post("/v1/completions", responses=_STREAMED)
@@ -93,7 +95,16 @@ def _generating(engine: Engine, names: tuple[str, ...]) -> APIRouter:
     @router.post("/v1/chat/completions", responses=_STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
-        return await answer(request, ChatForm(engine, body, _answer_id("chatcmpl", request), model, _rank(request)))
+        form = ChatForm(
+            engine=engine,
+            body=body,
+            answer_id=_answer_id("chatcmpl", request),
+            model=model,
+            rank=_rank(request),
+            reasoning_parser=settings.reasoning_parser,
+            tool_parser=settings.tool_call_parser if settings.enable_auto_tool_choice else None,
+        )
+        return await answer(request, form)
 
     @router.post("/abort")
     async def abort(body: AbortRequest) -> Response:
@@ -114,7 +125,7 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
-            text, special = await render(engine, body), bool(body.add_special_tokens)
+            text, special = await render(engine, body, body.tools), bool(body.add_special_tokens)
         ids = await engine.encode(text, add_special_tokens=special, is_prompt=False)
         answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
@@ -179,6 +190,24 @@ def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRou
 
     for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
         router.add_api_route(path, health, methods=[method])
+    return router
+
+
+def _profiling(profiler: Profiler) -> APIRouter:
+    router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
+
+    @router.post("/start_profile")
+    async def start_profile(
+        num_steps: Annotated[int, Query(ge=1, le=MAX_STEPS, description="record so many steps, at most")] = NUM_STEPS,
+        phase: Annotated[Phase, Query(description="only steps of this kind; any: of both")] = "any",
+    ) -> Response:
+        profiler.start(num_steps, phase)
+        return Json({"status": "recording", "num_steps": num_steps, "phase": phase})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        return Json(await profiler.stop())
+
     return router
 
 

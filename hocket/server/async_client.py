@@ -155,10 +155,14 @@ class AsyncClient:
 
     def ask_counters(self) -> None:
         """As `EngineClient.ask_counters`. Raises HocketError where the ranks are gone."""
+        self.tell(self.client.ask_counters)
+
+    def tell(self, send: Callable[[], None]) -> None:
+        """Send something to the ranks by the EngineClient. Raises HocketError where they are gone."""
         if self.lost is not None:
             raise revive(type(self.lost).__name__, str(self.lost))
         try:
-            self.client.ask_counters()
+            send()
         except HocketError as error:
             self._note_loss(error)
             raise

@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_PROMPTS = 2048
 """Prompts of a request times `n`."""
 MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((None, 1), "ask for `n` completions and choose"),
@@ -28,10 +29,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_regex": ((None,), "a pattern may stand in a JSON schema: response_format"),
     "guided_choice": ((None,), "an enum may stand in a JSON schema: response_format"),
     "guided_grammar": ((None,), "only JSON schemas are followed: response_format"),
-    "tools": ((None, []), "tool calls are not parsed"),
-    "tool_choice": ((None, "none", "auto"), "tool calls are not parsed"),
-    "functions": ((None, []), "tool calls are not parsed"),
-    "function_call": ((None, "none", "auto"), "tool calls are not parsed"),
+    "tools": ((None, []), "tools are for /v1/chat/completions"),
+    "tool_choice": ((None, "none", "auto"), "tools are for /v1/chat/completions"),
+    "functions": ((None, []), "the field is tools now"),
+    "function_call": ((None, "none", "auto"), "the field is tool_choice now"),
     "modalities": ((None, ["text"]), "only text is generated"),
     "audio": ((None,), "only text is generated"),
     "prediction": ((None,), "nothing is predicted"),
@@ -178,6 +179,27 @@ class CompletionRequest(Sampled):
     add_special_tokens: bool | None = Field(None, description="such as the model's first token; default true")
 
 
+_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.:/-]{1,256}$"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+Tools = Annotated[list[Annotated[Any, WithJsonSchema(_FUNCTION)]], Field(max_length=MAX_TOOLS)]
+"""The template gets them as they are."""
+ToolChoice = Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, _FUNCTION]})]
+
+
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`: answer a conversation."""
 
@@ -189,6 +211,11 @@ class ChatRequest(Sampled):
     add_generation_prompt: bool | None = Field(None, description="default true: the assistant speaks next")
     continue_final_message: bool | None = Field(None, description="go on within the last message")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="for the template, as enable_thinking")
+    tools: Tools | None = Field(None, description="functions that the model may ask to have called")
+    tool_choice: ToolChoice | None = Field(
+        None, description="default auto with tools: the model may call some; required: it must; or a function: that one"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: only the first call of an answer is told")
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -209,6 +236,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = Field(None, description="also give the text of each token")
 
     @model_validator(mode="after")

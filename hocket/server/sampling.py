@@ -33,10 +33,14 @@ _SAME = (
 )
 
 
-async def schema_of(body: Sampled, engine: Engine) -> str | None:
-    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be."""
+async def schema_of(body: Sampled, engine: Engine, schema: str | None = None) -> str | None:
+    """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be.
+
+    schema: instead of the one that response_format says.
+    """
     try:
-        schema = None if body.response_format is None else body.response_format.schema_text()
+        if schema is None and body.response_format is not None:
+            schema = body.response_format.schema_text()
     except RecursionError:
         raise ApiError(400, "response_format: a schema of so many levels cannot be followed", param=_FORMAT) from None
     if schema is not None:

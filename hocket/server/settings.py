@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from hocket.errors import ConfigError
 from hocket.metrics.table import NAMES, check_names
+from hocket.server.tools import check_parser
+from hocket.tokenizer.reasoning import PARSERS as REASONING_PARSERS
 
 ON_RANK_LOSS = ("exit", "restart")
 
@@ -24,6 +27,10 @@ class Settings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     on_rank_loss: str = "exit"
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    profile_dir: str | None = None
     metrics_names: str = NAMES[0]
     max_concurrent_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
@@ -41,6 +48,11 @@ class Settings:
         if self.on_rank_loss not in ON_RANK_LOSS:
             raise ConfigError("on_rank_loss", self.on_rank_loss, " or ".join(ON_RANK_LOSS))
         check_names(self.metrics_names)
+        if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_PARSERS:
+            raise ConfigError("reasoning_parser", self.reasoning_parser, ", ".join(REASONING_PARSERS))
+        check_parser(self.tool_call_parser, auto=self.enable_auto_tool_choice)
+        if self.profile_dir is not None and not os.access(self.profile_dir, os.W_OK | os.X_OK):
+            raise ConfigError("profile_dir", self.profile_dir, "a folder that can be written to")
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key", "…", "text of ASCII characters, not empty")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):

@@ -24,6 +24,9 @@ from hocket.tokenizer.tokenizer import Tokenizer, read_tokenizer_config
 _LOOKS_INTO_CONTENT = re.compile(
     r"in\s+\w+(\.content|\[['\"]content['\"]\])|content(['\"]\])?\s+is\s+(not\s+)?(string|iterable|sequence|mapping)"
 )
+# A template that writes a call's arguments as JSON itself, or goes through them; and one that asks what they are.
+_WANTS_OBJECTS = re.compile(r"arguments(['\"]\])?\s*(\|\s*(tojson|items)|\.items)")
+_TAKES_TEXT = re.compile(r"arguments(['\"]\])?\s+is\s+(not\s+)?(string|mapping)")
 _CONTINUE_MARK = "\ue000continue here\ue000 "
 _HINT = "a model with a chat template, or --chat-template FILE (or the template itself)"
 
@@ -76,6 +79,11 @@ class ChatTemplate:
         if continue_final_message:
             chat[-1]["content"] = _with_mark(chat[-1].get("content"))
         source = self._source(has_tools=bool(tools))
+        if tools and "tools" not in source:
+            raise ConfigError("tools", len(tools), "none", where="where the chat template has no place for them")
+        if _WANTS_OBJECTS.search(source) and not _TAKES_TEXT.search(source):
+            for message in chat:
+                _parse_arguments(message)
         if not _LOOKS_INTO_CONTENT.search(source):
             for message in chat:
                 message["content"] = _joined(message.get("content"))
@@ -167,6 +175,19 @@ def _joined(content: Any) -> Any:
     """Content given as text parts, as one text of lines, for templates that expect text."""
     is_text = isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content)
     return "\n".join(str(part.get("text", "")) for part in content) if content and is_text else content
+
+
+def _parse_arguments(message: dict[str, Any]) -> None:
+    """Make objects of the arguments of a message's tool calls, which may be given as text."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(arguments, str):
+            continue
+        try:
+            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            raise ConfigError("messages", arguments, "JSON, as a tool call's arguments") from None
 
 
 def _with_mark(content: Any) -> Any:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Protocol
 
 from hocket.request import SamplingParams
+from hocket.tokenizer.reasoning import ContentStart
 from hocket.tokenizer.tokenizer import Tokenizer
 
 _NUM_CONTEXT_TOKENS = 8
@@ -158,11 +159,13 @@ def _fallback_byte(token: str) -> int | None:
 class StopChecker:
     """Watches growing text for stop strings. Where in the text the pieces begin and end makes no difference.
 
-    text: all text so far, cut at the stop string once there is one. stop_string: that string.
+    text: all text so far, cut at the stop string once there is one. stop_string: that string. reasoning: how the text
+    begins (REASONING_STARTS): stop strings count only in what follows the reasoning.
     """
 
-    def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
+    def __init__(self, stop: Sequence[str], *, include_in_output: bool = False, reasoning: str = "none") -> None:
         self._stop = stop
+        self._content = ContentStart(reasoning)
         self._include = include_in_output
         self.text = ""
         self.stop_string: str | None = None
@@ -176,9 +179,15 @@ class StopChecker:
         self.text += piece
         if not piece or not may_stop or not self._stop:
             return False
+        least = self._content.at
+        if least is None:
+            least = self._content.find(self.text)
+            if least is None:
+                return False
+            begin = least
         found = []
         for stop in self._stop:
-            at = self.text.find(stop, max(0, begin - len(stop) + 1))
+            at = self.text.find(stop, max(least, begin - len(stop) + 1))
             if at >= 0:
                 found.append((at + len(stop), at, stop))
         if not found:
@@ -209,7 +218,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self._stream = open_stream(tokenizer, prompt_token_ids, params)
-        self._checker = StopChecker(params.stop_strings, include_in_output=params.include_stop_str_in_output)
+        self._checker = StopChecker(
+            params.stop_strings, include_in_output=params.include_stop_str_in_output, reasoning=params.reasoning
+        )
         self._min_tokens = params.min_tokens
         self._shows_stop_token = params.include_stop_str_in_output
         self._is_finished = False

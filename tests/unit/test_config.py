@@ -108,6 +108,22 @@ def test_vllms_options_without_effect_are_named_in_one_warning(folder: str, capl
         assert name in record.getMessage()
 
 
+def test_r108_roles_and_balancing_that_are_not_there_are_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="no prefill and decode roles"):
+        Options.from_dict({"kv_transfer_config": {"kv_role": "kv_producer"}})
+    with pytest.raises(ConfigError, match="X-Data-Parallel-Rank"):
+        Options.from_dict({"data-parallel-external-lb": True})
+    nothing = {"data_parallel_external_lb": False, "kv_transfer_config": None}
+    assert Options.from_dict(nothing) == Options()
+
+
+def test_the_kv_cache_has_the_models_dtype(folder: str) -> None:
+    for given in ({"kv_cache_dtype": "float32"}, {"kv_cache_dtype": "bfloat16", "dtype": "bfloat16"}):
+        assert resolve(Options.from_dict({"model": folder, "device": "cpu", **given})).dtype == given["kv_cache_dtype"]
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype: 'bfloat16' .* allowed: auto or float32"):
+        resolve(Options.from_dict({"model": folder, "device": "cpu", "kv_cache_dtype": "bfloat16"}))
+
+
 def test_only_an_explicit_path_replaces_the_model_that_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -105,7 +105,7 @@ WRONG_VALUES = [
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"pattern": "(", "type": "string"}}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 9] * 9000}}}),
-    ("tools", [{"type": "function"}]),
+    ("tools", {"type": "function"}),
     ("suffix", "the end"),
     ("no_such_field", 1),
 ]
