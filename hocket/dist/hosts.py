@@ -75,7 +75,8 @@ class Roster:
             return f"--data-parallel-size is {message.world_size} there and {self._world_size} at the server"
         ranks = _Guest(message, 0.0).ranks
         if not ranks or ranks[0] < 0 or ranks[-1] >= self._world_size:
-            return f"it has ranks {ranks[:1]}… of {self._world_size}"
+            last = message.start_rank + message.num_ranks - 1
+            return f"its ranks, {message.start_rank} to {last}, are none of {self._world_size}"
         keys = sorted(self._must_agree.keys() | message.must_agree.keys())
         for key in keys:
             there, here = message.must_agree.get(key), self._must_agree.get(key)
