@@ -136,13 +136,12 @@ def _all_measured(llm: LLM, cells: Sequence[Cell], asked: Sequence[Measured], sw
         if sweep.count_kernels or (DUAL_BATCH in sweep.strategies and llm.config.device != "cpu"):
             one.kernels = _kernels(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 1))
     for one in found:
-        if one.strategy == SERIAL:
-            one.replay_us = _replay_us(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 2))
+        strategies.use(llm, one.strategy)
+        if one.cell.phase == "decode" and all(run["graphs"] for run in one.runs):
+            num_ubatches = 1 if one.strategy == SERIAL else llm.config.overlap.num_ubatches
+            one.replay_us = _replay_us(llm, one.cell, num_ubatches, _seed_of(one, sweep, sweep.repeats + 2))
     if DUAL_BATCH in sweep.strategies:
-        for cell in cells:
-            lanes = _lanes(llm, cell, sweep.repeats)
-            for one in found:
-                one.lanes = lanes if one.cell is cell else one.lanes
+        _time_lanes(llm, cells, found, sweep.repeats)
     if not found:
         raise HocketError("nothing could be measured as asked for")
     return found
@@ -226,6 +225,18 @@ def _trace(llm: LLM, one: Measured, part: str, sweep: Sweep, attached: Attached 
         _generate(llm, one.cell, _seed_of(one, sweep, sweep.repeats + 3))
 
 
+def _time_lanes(llm: LLM, cells: Sequence[Cell], found: Sequence[Measured], repeats: int) -> None:
+    """Compute and communication alone of each cell. Where they cannot be had, what was measured before still counts."""
+    for cell in cells:
+        try:
+            lanes = _lanes(llm, cell, repeats)
+        except HocketError as error:
+            print(f"compute and communication alone are not known: {error}", file=sys.stderr)
+            return
+        for one in found:
+            one.lanes = lanes if one.cell is cell else one.lanes
+
+
 def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     """Compute and communication alone: µs of each repeat, of the rank that took longest, and rank 0's bytes."""
     asked = TimeLanes(
@@ -242,20 +253,13 @@ def _lanes(llm: LLM, cell: Cell, repeats: int) -> dict[str, Any]:
     return {"us": us, "bytes": ranks[0].bytes, "graphs": ranks[0].captured}
 
 
-def _replay_us(llm: LLM, cell: Cell, seed: int) -> float | None:
-    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest; None: no graph.
+def _replay_us(llm: LLM, cell: Cell, num_ubatches: int, seed: int) -> float:
+    """The step's CUDA graph alone, replayed back to back on all ranks, of the rank that took longest.
 
     What it takes less than a step is what the host adds.
     """
-    size = fitting_size(llm.ranks[0].get("graphs", {}).get("sizes", ()), cell.num_tokens)
-    if cell.phase != "decode" or not size:
-        return None
-    strategies.use(llm, SERIAL)
-    llm.stats(reset=True)
+    size = fitting_size(llm.ranks[0]["graphs"]["sizes"], cell.num_tokens)
     _generate(llm, cell, seed)
-    overlap, num_ubatches = llm.stats()[0]["overlap"], 1
-    if overlap["reasons"].get("decode", {}).get(Reason.SPLIT.label):
-        num_ubatches += max(cut.count("+") for cut in overlap["ubatch_tokens"])
     llm.client.group.broadcast(TimeReplays(size=size, count=REPLAYS, num_ubatches=num_ubatches))
     deadline = time.monotonic() + REPLAYS_LIMIT_S
     while time.monotonic() < deadline:

@@ -41,7 +41,7 @@ def row_of(
     which no order of two lanes can be faster than. output_us: the part of compute behind the last layer, so that a few
     layers can tell of many: layer_us and layer_bound_us, both of one layer without it. Where lanes were not timed
     alone, comm_us is the time of transfers in the steps themselves. exposed_comm_us: communication that nothing was
-    computed beside, by exposed_from.
+    computed beside, by exposed_from. max_nccl_ctas: of all steps of the engine, split or not.
     """
     cell, runs = one.cell, one.runs
     floor = _floor(one, config, rank, rates)
@@ -65,6 +65,7 @@ def row_of(
         "prompt_len": cell.prompt_len,
         "num_requests": cell.num_requests,
         "transport": config.parallel.all2all_backend,
+        "max_nccl_ctas": config.parallel.max_nccl_ctas,
         "experts": rank["moe_backend"],
         "attention": rank["attention_backend"],
         "graphs": all(run["graphs"] for run in runs),
