@@ -95,6 +95,7 @@ def _timers(
     weights, ids = layer.router(x)
     sent = _moved(layer.transport.prepare(x, ids, weights, layout))
     out = sent.through(layer.experts)
+    _moved(layer.transport.finalize(out, sent.handle))  # transports with two areas alternate: whole pairs keep step
     work: dict[str, Work] = {
         "router": lambda: layer.router(x),
         "dispatch": lambda: _moved(layer.transport.prepare(x, ids, weights, layout)),
@@ -102,7 +103,7 @@ def _timers(
         "combine": lambda: _moved(layer.transport.finalize(out, sent.handle)),
         "layer": lambda: layer(x, layout),
     }
-    rounds = orders.rounds
+    rounds = orders.rounds + orders.rounds % 2
     if device.type == "cpu":
         return {part: _on_clock(call, rounds) for part, call in work.items()}, list(work)
     eager = _not_captured(layer) if orders.use_graphs else list(PARTS)

@@ -75,7 +75,12 @@ class LaneTimes:
     def measure(self) -> dict[str, list[float]]:
         """µs of a step by name ("compute", "compute_halves", "comm", "comm_halves", "output"), one of each repeat, in
         turn."""
-        with transfers_kept(self._layers) as kept, self._all_of_the_device():
+        patience_s = self._runner.config.graphs.capture_timeout_s  # what runs first may have to be compiled
+        with (
+            transfers_kept(self._layers) as kept,
+            self._all_of_the_device(),
+            self._runner.executor.patient(patience_s),
+        ):
             for step, parts in self._parts.items():
                 kept.select(step, moves=True)
                 self._run(parts)
@@ -99,7 +104,7 @@ class LaneTimes:
             work = partial(kept.move, len(self._layers))
         elif lane == OUTPUT:
             size = self._parts[step][0].layout.num_tokens, self._model.config.hidden_size
-            work = partial(self._sample, [torch.zeros(size, dtype=self._model.dtype, device=self._device)])
+            work = partial(self._sample, [torch.randn(size, dtype=self._model.dtype, device=self._device)])
         elif self.captured:
             work = self._captured_compute(kept, step)
         if not self.captured:
