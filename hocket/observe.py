@@ -39,7 +39,7 @@ Measure = SetThresholds | TimeReplays | TimeLanes
 
 
 class Observer:
-    """Looks at one engine. time_limit: bounds what is done inside (`worker.graphs.TimeLimit`)."""
+    """Looks at one engine. time_limit: bounds what is done inside (`worker.capture.TimeLimit`)."""
 
     def __init__(self, engine: Engine, rank: int, time_limit: Callable[[str], AbstractContextManager[Any]]) -> None:
         self._engine = engine

@@ -83,7 +83,7 @@ OWN = (
     _counter("step_seconds", "where the time of steps went; wait: for ranks that came later", "part"),
     _counter("computed_prompt_tokens", "prompt tokens computed: not cached ones, preempted ones again"),
     _counter("comm_seconds", "time of transfers; exposed: compute stood still for it. Not on GPUs", "kind", "exposed"),
-    _counter("comm_bytes", "bytes sent to other ranks; those that CUDA graphs move are not counted", "kind"),
+    _counter("comm_bytes", "bytes sent to other ranks (DeepEP: if routing is even); not those of CUDA graphs", "kind"),
     _counter("handover_seconds", "from one ubatch's last work to the next one's first, on the host"),
     _gauge("expert_load", "choices of an expert in a step, recent; the max or mean of all experts", "layer", "stat"),
     _gauge("hottest_expert_load", "the same of the most chosen experts, place 1 first", "layer", "place"),

@@ -22,8 +22,6 @@ LEAST_STEPS = 500
 MAX_TOKENS = 300
 """Of one rank's step."""
 ASKED_TOGETHER = 24
-SAMPLE = 7
-"""One answer of so many is held against transformers', which takes its time."""
 MAX_GROWTH_BYTES = 8 << 20
 """Of a GPU's used memory, from the first quarter of the steps to the end."""
 OVERLAP = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 4}
@@ -83,4 +81,6 @@ def test_random_steps(groups: Groups, checkpoints: Callable[..., Path], transpor
         whole, _ = run(llm, num_rounds)
     if dtype == "float32":
         assert ids_of(split) == ids_of(whole)
-    assert_as_good(path, split[::SAMPLE], whole[::SAMPLE])
+    pairs = [pair for pair in zip(split, whole, strict=True) if len({tuple(ids) for ids in ids_of(pair)}) > 1]
+    if pairs:
+        assert_as_good(path, *zip(*pairs, strict=True))
