@@ -61,6 +61,7 @@ class CompletionForm(Form):
             special = self.body.add_special_tokens is not False
             ids = await self.engine.encode(prompt, add_special_tokens=special)
             return {"prompt": prompt, "prompt_token_ids": ids}
+        self.engine.llm.client.processor.check_length(prompt)  # before every token is looked at, on the loop
         text = None
         if self.body.echo and self.engine.tokenizer is not None:
             parse_prompt(prompt)

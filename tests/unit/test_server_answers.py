@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 pytest.importorskip("fastapi")
 from fake_server import FakeServed, serving
 from served import JSON, events, parsed
+
+from hocket.server import app
 
 TEXT = "In the beginning there was a stop, and then there was none."
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -242,6 +245,24 @@ def test_tokens_and_text_and_back(served: FakeServed) -> None:
     assert served.post("/detokenize", {"tokens": bare["tokens"]}) == (200, {"prompt": "Hello there"})
     _, chat = served.post("/tokenize", {"messages": HELLO["messages"]})
     assert chat["tokens"] == tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+
+
+def test_texts_of_any_length_do_not_keep_the_loop(served: FakeServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noting(do: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noted(given: Any) -> Any:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+            return do(given)
+
+        return noted
+
+    tokenizer = served.llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "batch_decode", noting(tokenizer.batch_decode))
+    monkeypatch.setattr(app, "parse_prompt", noting(app.parse_prompt))
+    assert served.post("/tokenize", {"prompt": "Hello there", "return_token_strs": True})[0] == 200
+    assert served.post("/detokenize", {"tokens": [5] * 5000})[0] == 200
+    assert threads == ["hocket-tokenize"] * 2
 
 
 def test_what_is_served(served: FakeServed) -> None:
