@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
@@ -202,9 +203,9 @@ def test_a_host_that_was_told_to_end_does_not_start_anew(monkeypatch: pytest.Mon
 
 
 def test_a_host_that_starts_anew_is_not_refused_for_what_it_was(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    guest = guest_of(hosts)
-    guest.send(joining(1, 3))
-    hosts.gather(LIMIT_S)
+    with contextlib.closing(guest_of(hosts)) as guest:
+        guest.send(joining(1, 3))
+        hosts.gather(LIMIT_S)
     hosts.start("tcp://front")
     (old,) = hosts._roster.guests
     sent: list[Any] = []
@@ -212,7 +213,6 @@ def test_a_host_that_starts_anew_is_not_refused_for_what_it_was(hosts: Hosts, mo
     with pytest.raises(RankLost, match="rank 2 ended"):
         hosts._handle([(b"new", joining(1, 3)), (old, RankEnded(rank=2, how="exit code 7"))], [])
     assert sent == []
-    guest.close()
 
 
 @pytest.mark.parametrize(
