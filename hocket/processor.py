@@ -176,12 +176,16 @@ class Processor:
         if not token_ids:
             raise ConfigError("prompt", prompt.text if prompt.token_ids is None else [], "at least one token")
         self._check_ids("prompt_token_ids", token_ids)
+        self.check_length(token_ids)
+        return prompt.text, token_ids
+
+    def check_length(self, token_ids: Sequence[int]) -> None:
+        """Raise CapacityError for a prompt that leaves no room for a token of output."""
         if len(token_ids) >= self.max_model_len:
             raise CapacityError(
                 f"the prompt has {len(token_ids)} tokens; with one token of output at most "
                 f"{self.max_model_len - 1} fit (max_model_len {self.max_model_len})"
             )
-        return prompt.text, token_ids
 
     def _engine_requests(
         self, engine_ids: list[str], token_ids: list[int], params: SamplingParams

@@ -81,10 +81,10 @@ class FakeGroup:
         said, self._said = self._said, []
         return [decode_for_front(raw) for raw in said]
 
-    def step(self) -> None:
-        """Each running request gains a token."""
+    def step(self, ranks: Sequence[int] | None = None) -> None:
+        """Each running request gains a token; ranks: those of these ranks only."""
         self.num_steps += 1
-        for rank in self.ranks:
+        for rank in self.ranks if ranks is None else ranks:
             outputs = [self._gain(*entry[1:]) for entry in list(self._running.values()) if entry[0] == rank]
             if outputs:
                 self._said.append(encode(StepOutputs(rank=rank, outputs=outputs)))

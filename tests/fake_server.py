@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,9 +44,9 @@ class FakeServed(Served):
             self.group.paused = False
             self.on_loop(self.engine.client._pump)
 
-    def step(self) -> None:
-        """One step of paused ranks."""
-        self.on_loop(self.group.step)
+    def step(self, ranks: Sequence[int] | None = None) -> None:
+        """One step of paused ranks, or of some of them."""
+        self.on_loop(lambda: self.group.step(ranks))
         self.on_loop(self.engine.client._pump)
 
 

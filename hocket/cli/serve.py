@@ -91,7 +91,8 @@ def serve(
     ] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="its key, PEM, no password", rich_help_panel=_SERVER)] = None,
     ssl_ca_certs: Annotated[
-        str | None, typer.Option(help="certificates of authorities, PEM", rich_help_panel=_SERVER)
+        str | None,
+        typer.Option(help="let in only clients with a certificate of these authorities, PEM", rich_help_panel=_SERVER),
     ] = None,
     max_concurrent_requests: Annotated[
         int, typer.Option(help="requests answered at once; more get status 429", min=1, rich_help_panel=_LIMITS)

@@ -17,7 +17,7 @@ from hocket.channel.lobby import Alive, End, Join, LobbyGuest, RankEnded, Refuse
 from hocket.config.hosts import HostConfig
 from hocket.dist.hosts import group_environment, resolved
 from hocket.dist.processes import REMIND_S, end_all, how_ended, listed, spawn_rank
-from hocket.errors import ConfigError, RankLost
+from hocket.errors import ConfigError, HocketError, RankLost
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -32,14 +32,20 @@ def run_ranks(config: HostConfig, must_agree: dict[str, Any], startup_timeout_s:
     SIGTERM and Ctrl-C wait for the server, which may still need the ranks to finish requests; a second one does not.
 
     Raises:
-        RankLost: no server within the limit, or it or a rank was lost. ConfigError: the server refuses this host.
+        RankLost: the server or a rank was lost. ConfigError: the server refuses this host. HocketError: no server within
+            the limit, or it or a rank was lost after a signal: nothing to start anew for.
         KeyboardInterrupt: a signal said to end.
     """
     guest = _Headless(config, must_agree, startup_timeout_s)
     try:
         start = guest.join()
-        with _signals_wait():
-            guest.run(start)
+        with _signals_wait() as seen:
+            try:
+                guest.run(start)
+            except RankLost as error:
+                if seen:
+                    raise HocketError(str(error)) from error
+                raise
     finally:
         guest.close()
 
@@ -78,7 +84,7 @@ class _Headless:
             why = " (what answers there has another HOCKET_CLUSTER_SECRET, or is no hocket)" if lobby.wrong_key else ""
             if now > deadline:
                 limit = f"within {self._startup_timeout_s:g} s (--startup-timeout)"
-                raise RankLost(f"no server let this host in at {place} {limit}{why}")
+                raise HocketError(f"no server let this host in at {place} {limit}{why}")
             if now > said_at + REMIND_S:
                 said_at = now
                 logger.warning("waiting for %s at %s: %.0f s%s", waits_for, place, now - began, why)
@@ -145,8 +151,8 @@ class _Headless:
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """The first signal says that the server decides, the second ends."""
+def _signals_wait() -> Iterator[list[int]]:
+    """The first signal says that the server decides, the second ends. Gives the list of those seen so far."""
     seen: list[int] = []
 
     def handle(number: int, _: object) -> None:
@@ -158,7 +164,7 @@ def _signals_wait() -> Iterator[None]:
 
     former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -5,6 +5,7 @@ Knows nothing of what the ranks do: they speak to the front themselves.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import time
@@ -17,6 +18,7 @@ import zmq
 from hocket.channel.lobby import Alive, End, FromHost, HostMessage, Join, Lobby, RankEnded, Refused, Start, Waiting
 from hocket.config.hosts import HostConfig
 from hocket.dist.processes import REMIND_S, listed
+from hocket.envs import CLUSTER_SECRET
 from hocket.errors import ConfigError, RankLost
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,9 @@ class Hosts:
     def __init__(self, config: HostConfig, must_agree: dict[str, Any]) -> None:
         self.config = config
         self.address = resolved(config.address)
+        if not CLUSTER_SECRET.get() and not ipaddress.ip_address(self.address).is_loopback:
+            place = f"{config.address}:{config.port}"
+            logger.warning("anybody who reaches %s can join: set HOCKET_CLUSTER_SECRET alike on all hosts", place)
         self._roster = Roster(config.world_size, config.ranks, must_agree)
         self._has_started = False
         try:
@@ -158,7 +163,8 @@ class Hosts:
 
     def _handle(self, messages: list[tuple[bytes, HostMessage]], missing: list[int]) -> None:
         now = time.monotonic()
-        for name, message in messages:
+        # A host that starts anew says so under its old name and joins under another, and which is heard first is chance.
+        for name, message in sorted(messages, key=lambda pair: isinstance(pair[1], Join)):
             self._roster.heard(name, now)
             if isinstance(message, Join):
                 self._answer(name, message, missing, now)

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _MAX_SOCKET_FOLDER = 70
 REMIND_S = 5.0
 """Between two lines that say whom one still waits for."""
 _KILLED_S = 10.0
-"""A process that a driver holds in the kernel does not end when it is killed: nobody should wait for it for ever."""
+"""A process that a driver holds in the kernel does not end when it is killed: nobody should wait for such ones for ever."""
 
 
 def private_folder() -> str:
@@ -92,13 +93,14 @@ def how_ended(exit_code: int) -> str:
 
 
 def end_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End every process at once and collect it."""
+    """End every process at once and collect it; those that do not end are given up together, after a time."""
     for process in processes:
         if process.poll() is None:
             process.kill()
+    deadline = time.monotonic() + _KILLED_S
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_KILLED_S)
+            process.wait(max(deadline - time.monotonic(), 0.0))
         if process.stdin is not None:
             process.stdin.close()
 

@@ -91,6 +91,10 @@ class Form(ABC):
         """The endpoint's names of fields that it calls otherwise than SamplingParams."""
         return {}
 
+    def is_ready(self, output: RequestOutput) -> bool:
+        """Whether its completions may be shown; what may not yet is looked at again when there is more."""
+        return True
+
     def num_output_tokens(self, output: RequestOutput) -> int:
         return sum(len(completion.token_ids) for completion in output.outputs)
 
@@ -157,7 +161,7 @@ async def _events(form: Form, results: Results) -> AsyncGenerator[bytes, None]:
     try:
         async for position, output in results:
             form.outputs[position] = output
-            for completion in output.outputs:
+            for completion in output.outputs if form.is_ready(output) else ():
                 tail = tails.setdefault((position, completion.index), Tail())
                 gain = tail.gain(completion, wants_tokens=bool(form.body.return_token_ids))
                 if gain is not None:

@@ -129,23 +129,27 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
         ids = await engine.encode(text, add_special_tokens=special, is_prompt=False)
         answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = engine.need_tokenizer().batch_decode([[i] for i in ids])
+            answer["token_strs"] = await engine.texts_of(ids)
         return Json(answer)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model, names)
-        try:
-            ids = parse_prompt({"prompt_token_ids": body.tokens}).token_ids or []
-        except ConfigError as error:
-            raise errors.api_error(error, names={"prompt": "tokens", "prompt_token_ids": "tokens"}) from None
         limit = engine.need_tokenizer().vocab_size
-        wrong = next((i for i in ids if i >= limit), None)
-        if wrong is not None:
-            raise ApiError(400, f"tokens: token ids are below {limit}", param="tokens")
+        ids = await engine.on_thread(lambda: _token_ids(body.tokens, limit))
         return Json({"prompt": await engine.decode(ids)})
 
     return router
+
+
+def _token_ids(given: Any, limit: int) -> list[int]:
+    try:
+        ids = parse_prompt({"prompt_token_ids": given}).token_ids or []
+    except ConfigError as error:
+        raise errors.api_error(error, names={"prompt": "tokens", "prompt_token_ids": "tokens"}) from None
+    if any(i >= limit for i in ids):
+        raise ApiError(400, f"tokens: token ids are below {limit}", param="tokens")
+    return ids
 
 
 def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRouter:

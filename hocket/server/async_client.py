@@ -98,6 +98,7 @@ class AsyncClient:
         self.client = client
         self.lost: HocketError | None = None
         self.num_finished = 0
+        """Requests that ended by themselves."""
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._results: dict[str, Results] = {}
@@ -223,7 +224,7 @@ class AsyncClient:
                 results.put(output)
                 if output.finished:
                     del self._results[output.request_id]
-                    self.num_finished += 1
+                    self.num_finished += all(c.finish_reason in ("stop", "length") for c in output.outputs)
 
     def _fail(self, step: FailedStep) -> None:
         for output in step.requests:

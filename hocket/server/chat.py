@@ -18,8 +18,8 @@ from hocket.server.sampling import sampling_params, schema_of
 from hocket.server.tools import tool_use
 from hocket.tokenizer.reasoning import reasoning_start
 
-_OURS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""What the template gets from the request's own fields."""
+_OURS = ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""What the template gets from the request's own fields, or not at all."""
 
 
 async def render(engine: Engine, body: ChatRequest | TokenizeRequest, tools: list[Any] | None) -> str:

@@ -61,12 +61,18 @@ class CompletionForm(Form):
             special = self.body.add_special_tokens is not False
             ids = await self.engine.encode(prompt, add_special_tokens=special)
             return {"prompt": prompt, "prompt_token_ids": ids}
+        self.engine.llm.client.processor.check_length(prompt)  # before every token is looked at, on the loop
         text = None
         if self.body.echo and self.engine.tokenizer is not None:
             parse_prompt(prompt)
             limit = self.engine.llm.client.processor.vocab_size
             text = await self.engine.decode([i for i in prompt if i < limit])
         return {"prompt_token_ids": prompt} | ({} if text is None else {"prompt": text})
+
+    def is_ready(self, output: RequestOutput) -> bool:
+        """One of n completions brings what is said of the prompt, and begins them all: others may come before it."""
+        needs_prompt = self.body.echo and self.body.logprobs is not None
+        return not needs_prompt or output.prompt_logprobs is not None or output.finished
 
     def num_output_tokens(self, output: RequestOutput) -> int:
         return 0 if self._is_prompt_only else super().num_output_tokens(output)
@@ -90,7 +96,8 @@ class CompletionForm(Form):
         if self.body.echo and gain.is_first:
             text = (output.prompt or "") + text
             token_ids = output.prompt_token_ids + token_ids
-            logprobs = list(output.prompt_logprobs or ()) + logprobs
+            if self.body.logprobs is not None:  # one that was aborted before its first token has none
+                logprobs = list(output.prompt_logprobs or [None] * len(output.prompt_token_ids)) + logprobs
         choice: dict[str, Any] = {
             "index": position * (self.body.n or 1) + index,
             "text": text,

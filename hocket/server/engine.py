@@ -48,6 +48,7 @@ class Engine:
         """Why no request can be taken now."""
         self._restarts = restart
         self._on_end = on_end
+        self._is_closing = False
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
         self.num_restarts = 0
@@ -112,26 +113,32 @@ class Engine:
             )
         if len(text) <= _INLINE_CHARS:
             return encode(text, add_special_tokens=add_special_tokens)
-        return await self._on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
+        return await self.on_thread(lambda: encode(text, add_special_tokens=add_special_tokens))
 
     async def decode(self, token_ids: list[int]) -> str:
         decode = self.need_tokenizer().decode
-        return await self._on_thread(lambda: decode(token_ids, skip_special_tokens=False))
+        return await self.on_thread(lambda: decode(token_ids, skip_special_tokens=False))
+
+    async def texts_of(self, token_ids: list[int]) -> list[str]:
+        """Each token by itself."""
+        decode = self.need_tokenizer().batch_decode
+        return await self.on_thread(lambda: decode([[token_id] for token_id in token_ids]))
 
     async def render(self, messages: list[Any], **template: Any) -> str:
         """The prompt of a conversation, by the model's template. Raises ConfigError where that refuses it."""
         chat = self.need_tokenizer().template()
         try:
-            return await self._on_thread(lambda: chat.render(messages, **template))
+            return await self.on_thread(lambda: chat.render(messages, **template))
         except RecursionError:
             raise ConfigError("messages", "…", "fewer levels of lists and objects") from None
 
     async def check_schema(self, schema: str) -> None:
         """Raise ConfigError for a JSON schema that no output can follow."""
         processor = self.llm.client.processor
-        await self._on_thread(lambda: processor.check_schema(schema))
+        await self.on_thread(lambda: processor.check_schema(schema))
 
-    async def _on_thread(self, what: Callable[[], T]) -> T:
+    async def on_thread(self, what: Callable[[], T]) -> T:
+        """What takes long is done here, so that the loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, what)
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -141,31 +148,40 @@ class Engine:
         if self.metrics is not None:
             self.metrics.lost(time.monotonic())
         is_hopeless = self.num_restarts > 0 and self.client.num_finished == 0
-        if not self._restarts or is_hopeless:
+        if not self._restarts or is_hopeless or self._is_closing:
             self._on_end(error)
             return
         print(f"hocket: {self.problem}; starting all ranks anew", file=sys.stderr, flush=True)
         self.problem += "; all ranks are being started anew"
-        loop = asyncio.get_running_loop()
+        # A thread of its own, which does not keep the process when that is told to end.
+        begin = (asyncio.get_running_loop(), self.problem)
+        threading.Thread(target=self._start_anew, args=begin, name="hocket-restart", daemon=True).start()
 
-        def start() -> None:
-            """On a thread of its own, which does not keep the process when that is told to end."""
-            try:
-                self.llm.close()
-                found: LLM | HocketError = LLM.from_options(self.options, progress=self._progress, hosts=self.llm.hosts)
-            except HocketError as failure:
-                found = failure
-            except Exception as failure:
-                found = RankLost(f"the ranks could not be started anew: {type(failure).__name__}: {failure}")
-            try:
-                loop.call_soon_threadsafe(self._restarted, found)
-            except RuntimeError:  # the loop has ended meanwhile
-                if isinstance(found, LLM):
-                    found.close()
+    def _start_anew(self, loop: asyncio.AbstractEventLoop, problem: str) -> None:
+        def tell(what: str) -> None:
+            if not self._is_closing:
+                self.problem = f"{problem}: {what}"
 
-        threading.Thread(target=start, name="hocket-restart", daemon=True).start()
+        try:
+            self.llm.close()
+            found: LLM | HocketError = LLM.from_options(
+                self.options, progress=self._progress, hosts=self.llm.hosts, on_wait=tell
+            )
+        except HocketError as failure:
+            found = failure
+        except Exception as failure:
+            found = RankLost(f"the ranks could not be started anew: {type(failure).__name__}: {failure}")
+        try:
+            loop.call_soon_threadsafe(self._restarted, found)
+        except RuntimeError:  # the loop has ended meanwhile
+            if isinstance(found, LLM):
+                found.close()
 
     def _restarted(self, found: LLM | HocketError) -> None:
+        if self._is_closing:
+            if isinstance(found, LLM):
+                found.close()
+            return
         if isinstance(found, HocketError):
             self.problem = f"{type(found).__name__}: {found}"
             self._on_end(found)
@@ -175,8 +191,14 @@ class Engine:
         self._connect()
         print(f"hocket: serving again: {self.llm.summary()}", file=sys.stderr, flush=True)
 
+    def drain(self) -> None:
+        """Take no more requests, and start nothing anew."""
+        self._is_closing = True
+        self.problem = self.problem or "the server is shutting down"
+
     def close(self) -> None:
         """End the ranks. Texts that threads still work on are given up."""
+        self._is_closing = True
         self.client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.llm.close()

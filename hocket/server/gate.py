@@ -18,6 +18,8 @@ _MAX_BODIES = 32
 """So many bodies of the largest size may be held at once."""
 OPEN_PATHS = ("/health", "/ping")
 """Answered without a key: probes have none."""
+_UNCOUNTED_PATHS = (*OPEN_PATHS, "/abort")
+"""Answered however many requests there are: a full server is well, and to end requests is what helps."""
 
 
 class Gate:
@@ -26,7 +28,7 @@ class Gate:
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
         self._settings = settings
-        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._keys = [_digest(key.strip().encode()) for key in settings.api_keys]
         self.num_requests = 0
         self._held_bytes = 0  # of bodies whose requests are being answered
 
@@ -40,22 +42,24 @@ class Gate:
             if scope["method"] not in _WITH_BODY:
                 await self._app(scope, receive, send)
                 return
-            self._check_load()
-            with self._counted() as body:
+            is_counted = scope["path"] not in _UNCOUNTED_PATHS
+            if is_counted:
+                self._check_load()
+            with self._counted(int(is_counted)) as body:
                 receive = await self._with_body(body, headers, receive)
                 await self._app(scope, receive, send)
         except ApiError as error:
             await response(error)(scope, receive, send)
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[bytearray]:
-        """A request is being answered; its body."""
+    def _counted(self, num: int) -> Iterator[bytearray]:
+        """A request is being answered, which counts as `num`; its body."""
         body = bytearray()
-        self.num_requests += 1
+        self.num_requests += num
         try:
             yield body
         finally:
-            self.num_requests -= 1
+            self.num_requests -= num
             self._held_bytes -= len(body)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -138,7 +139,7 @@ class _Run:
         num_requests = self._engine.client.num_requests
         name = signal.Signals(number).name
         _say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
-        self._engine.problem = self._engine.problem or "the server is shutting down"
+        self._engine.drain()
         self._server.should_exit = True
         error = HocketError(f"the server is shutting down: the request did not end within {limit_s:g} s")
         self._loop.call_later(limit_s, self._engine.client.fail_all, error)
@@ -185,6 +186,7 @@ def _config(app: Any, settings: Settings) -> uvicorn.Config:
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
     )
 
 

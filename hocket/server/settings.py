@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hocket.errors import ConfigError
@@ -47,11 +48,14 @@ class Settings:
     def __post_init__(self) -> None:
         if self.on_rank_loss not in ON_RANK_LOSS:
             raise ConfigError("on_rank_loss", self.on_rank_loss, " or ".join(ON_RANK_LOSS))
+        for field in fields(self):
+            if field.name.endswith("_s") and not (math.isfinite(value := getattr(self, field.name)) and value >= 0):
+                raise ConfigError(field.name, value, "seconds, at least 0 and finite")
         check_names(self.metrics_names)
         if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_PARSERS:
             raise ConfigError("reasoning_parser", self.reasoning_parser, ", ".join(REASONING_PARSERS))
         check_parser(self.tool_call_parser, auto=self.enable_auto_tool_choice)
-        if self.profile_dir is not None and not os.access(self.profile_dir, os.W_OK | os.X_OK):
+        if self.profile_dir is not None and not _is_writable_folder(self.profile_dir):
             raise ConfigError("profile_dir", self.profile_dir, "a folder that can be written to")
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("api_key", "…", "text of ASCII characters, not empty")
@@ -76,3 +80,12 @@ class Settings:
                 where = f"with ssl_keyfile {self.ssl_keyfile}"
                 allowed = f"a certificate in PEM format and its key, not encrypted ({error})"
                 raise ConfigError("ssl_certfile", self.ssl_certfile, allowed, where=where) from None
+        if self.ssl_ca_certs:
+            try:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_verify_locations(self.ssl_ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError("ssl_ca_certs", self.ssl_ca_certs, f"certificates in PEM format ({error})") from None
+
+
+def _is_writable_folder(path: str) -> bool:
+    return os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK)

@@ -64,7 +64,7 @@ def tool_use(body: ChatRequest, parser: str | None) -> ToolUse:
     name = choice["function"]["name"] if _is_function(choice) else None
     if name not in functions:
         raise _wrong("tool_choice", f"none, auto, required, or one of the tools: {', '.join(functions)}")
-    return ToolUse(body.tools, lambda: OneCall(name), json.dumps(_parameters(functions[name])), is_named=True)
+    return ToolUse(body.tools, lambda: OneCall(name), _dumped(_parameters(functions[name])), is_named=True)
 
 
 def _functions(tools: list[Any]) -> dict[str, Any]:
@@ -103,7 +103,14 @@ def _listed_schema(functions: dict[str, Any], *, several: bool) -> str:
         for name, function in functions.items()
     ]
     most = {} if several else {"maxItems": 1}
-    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1} | most)
+    return _dumped({"type": "array", "items": {"anyOf": calls}, "minItems": 1} | most)
+
+
+def _dumped(schema: Any) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise _wrong("tools", "parameters of so many levels cannot be followed") from None
 
 
 def _wrong(field: str, message: str) -> ApiError:

@@ -14,7 +14,7 @@ from patched_ranks import patched_environment
 from trace_checks import check_events, figures_of
 
 from hocket.bench.trace import Workload, record
-from hocket.config.backends import EP_TRANSPORTS, EXECUTORS
+from hocket.config.backends import EXECUTORS, NCCL_TRANSPORTS
 from hocket.config.options import Options
 from hocket.trace import perfetto
 
@@ -62,7 +62,7 @@ def hidden_shares(groups: Groups, options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("transport", EP_TRANSPORTS)
+@pytest.mark.parametrize("transport", NCCL_TRANSPORTS)
 def test_a_trace_shows_it(faulty: Groups, fault_file: Path, executor: str, transport: str) -> None:
     options = OPTIONS | {"ubatch_executor": executor, "all2all_backend": transport}
     fault_file.write_text("")

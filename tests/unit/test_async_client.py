@@ -159,6 +159,20 @@ def test_a_lost_rank_is_told_to_all_who_wait_and_who_come() -> None:
     run(test)
 
 
+def test_only_what_ended_by_itself_counts_as_finished() -> None:
+    async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
+        fake.paused = True
+        aborted = client.submit([("a", [5], PARAMS, None)])
+        assert client.abort(["a"]) == ["a"]
+        await ids_of(aborted)
+        assert client.num_finished == 0
+        fake.paused = False
+        await ids_of(client.submit([("b", [5], PARAMS, None)]))
+        assert client.num_finished == 1
+
+    run(test)
+
+
 def test_balance_goes_by_tokens_still_to_compute() -> None:
     async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
         fake.paused = True

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +16,12 @@ import pytest
 
 from hocket.channel.lobby import Alive, Join, LobbyGuest, RankEnded, Refused, Start, Waiting
 from hocket.config.hosts import HostConfig
+from hocket.dist import headless, processes
 from hocket.dist import hosts as hosts_module
 from hocket.dist.headless import run_ranks
 from hocket.dist.hosts import Hosts, Roster
 from hocket.dist.interfaces import interface_to
-from hocket.errors import ConfigError, RankLost
+from hocket.errors import ConfigError, HocketError, RankLost
 
 LIMIT_S = 20.0
 AGREED = {"model": "tiny", "enable_dbo": True}
@@ -178,8 +182,73 @@ def test_a_headless_host_says_what_it_waits_for_and_why_it_was_refused(hosts: Ho
         run_ranks(wrong, AGREED | {"model": "other"}, LIMIT_S)
     server.join(LIMIT_S)
     alone = HostConfig(world_size=4, num_ranks=1, start_rank=1, port=free_port(), headless=True)
-    with pytest.raises(RankLost, match=r"no server let this host in at 127\.0\.0\.1:\d+ within 0\.5 s"):
+    with pytest.raises(HocketError, match=r"no server let this host in at 127\.0\.0\.1:\d+ within 0\.5 s") as caught:
         run_ranks(alone, AGREED, 0.5)
+    assert not isinstance(caught.value, RankLost)  # which a host that starts anew would try again for ever
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_host_that_was_told_to_end_does_not_start_anew(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    def run(_: Any, start: Any) -> None:
+        if is_told:
+            signal.raise_signal(signal.SIGTERM)
+        raise RankLost("the server's host went away")
+
+    monkeypatch.setattr(headless._Headless, "join", lambda _: None)
+    monkeypatch.setattr(headless._Headless, "run", run)
+    host = HostConfig(world_size=4, num_ranks=1, start_rank=1, port=free_port(), headless=True)
+    with pytest.raises(HocketError, match="went away") as caught:
+        run_ranks(host, AGREED, LIMIT_S)
+    assert isinstance(caught.value, RankLost) == (not is_told)
+
+
+def test_a_host_that_starts_anew_is_not_refused_for_what_it_was(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(guest_of(hosts)) as guest:
+        guest.send(joining(1, 3))
+        hosts.gather(LIMIT_S)
+    hosts.start("tcp://front")
+    (old,) = hosts._roster.guests
+    sent: list[Any] = []
+    monkeypatch.setattr(hosts._lobby, "send", lambda to, message: sent.append(message))
+    with pytest.raises(RankLost, match="rank 2 ended"):
+        hosts._handle([(b"new", joining(1, 3)), (old, RankEnded(rank=2, how="exit code 7"))], [])
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("address", "secret", "is_warned"), [("0.0.0.0", "", True), ("0.0.0.0", "x", False), ("127.0.0.1", "", False)]
+)
+def test_hosts_that_anybody_can_join_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str, secret: str, is_warned: bool
+) -> None:
+    monkeypatch.setenv("HOCKET_CLUSTER_SECRET", secret)
+    Hosts(HostConfig(world_size=4, num_ranks=1, address=address, port=free_port()), AGREED).close("")
+    assert ("HOCKET_CLUSTER_SECRET" in caplog.text) == is_warned
+
+
+def test_processes_that_a_driver_holds_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held:
+        """A process that a kill does not end."""
+
+        stdin = None
+
+        def poll(self) -> None:
+            return None
+
+        def kill(self) -> None:
+            pass
+
+        def wait(self, timeout: float) -> None:
+            waits.append(timeout)
+            time.sleep(timeout)
+            raise subprocess.TimeoutExpired("held", timeout)
+
+    waits: list[float] = []
+    held: list[Any] = [Held() for _ in range(5)]
+    monkeypatch.setattr(processes, "_KILLED_S", 0.2)
+    processes.end_all(held)
+    assert len(waits) == 5
+    assert sum(waits) <= 0.2
 
 
 def test_an_address_of_another_host_or_a_taken_port_is_refused(hosts: Hosts) -> None:

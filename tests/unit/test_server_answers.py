@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 from fake_server import FakeServed, serving
-from served import JSON
+from served import JSON, events, parsed
+
+from hocket.server import app
 
 TEXT = "In the beginning there was a stop, and then there was none."
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -117,6 +120,39 @@ def test_echo_with_logprobs_begins_with_the_prompt(served: FakeServed) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_waits_for_the_completion_that_tells_of_the_prompt(served: FakeServed, stream: bool) -> None:
+    body = {"prompt": "Hello there", "echo": True, "logprobs": 0, "max_tokens": 2, "n": 2, "seed": 1, "stream": stream}
+    num_prompt = len(served.llm.get_tokenizer().encode("Hello there"))
+    with served.paused():
+        connection = served.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+        served.until(lambda: served.llm.client.num_requests_per_rank() == [1, 1])
+        served.step([1])
+    raw = connection.getresponse().read()
+    connection.close()
+    parts = [part for event in events(raw) for part in event["choices"]] if stream else parsed(raw)["choices"]
+    for index in range(2):
+        said = [value for part in parts if part["index"] == index for value in part["logprobs"]["token_logprobs"]]
+        assert said == [None] + [-2.0] * (num_prompt - 1) + [-1.0] * 2
+
+
+def test_echo_with_logprobs_aborted_before_the_first_token_shows_the_prompt(served: FakeServed) -> None:
+    body = {"prompt": "Hello there", "echo": True, "logprobs": 0, "max_tokens": 2}
+    num_prompt = len(served.llm.get_tokenizer().encode("Hello there"))
+    with served.paused():
+        connection = served.connect()
+        connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+        served.until(lambda: served.engine.client.num_requests == 1)
+        assert served.post("/abort", {"abort_all": True})[0] == 200
+        answer = connection.getresponse()
+        assert answer.status == 200
+        (choice,) = parsed(answer.read())["choices"]
+    connection.close()
+    assert (choice["text"], choice["finish_reason"]) == ("Hello there", "abort")
+    assert choice["logprobs"]["token_logprobs"] == [None] * num_prompt
+
+
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +245,24 @@ def test_tokens_and_text_and_back(served: FakeServed) -> None:
     assert served.post("/detokenize", {"tokens": bare["tokens"]}) == (200, {"prompt": "Hello there"})
     _, chat = served.post("/tokenize", {"messages": HELLO["messages"]})
     assert chat["tokens"] == tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+
+
+def test_texts_of_any_length_do_not_keep_the_loop(served: FakeServed, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noting(do: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def noted(given: Any) -> Any:
+            threads.append(threading.current_thread().name.rpartition("_")[0])
+            return do(given)
+
+        return noted
+
+    tokenizer = served.llm.get_tokenizer()
+    monkeypatch.setattr(tokenizer, "batch_decode", noting(tokenizer.batch_decode))
+    monkeypatch.setattr(app, "parse_prompt", noting(app.parse_prompt))
+    assert served.post("/tokenize", {"prompt": "Hello there", "return_token_strs": True})[0] == 200
+    assert served.post("/detokenize", {"tokens": [5] * 5000})[0] == 200
+    assert threads == ["hocket-tokenize"] * 2
 
 
 def test_what_is_served(served: FakeServed) -> None:

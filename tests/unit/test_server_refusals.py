@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +24,7 @@ from fake_server import FakeServed, serving
 from served import JSON, LIMIT_S, events, parsed
 
 from hocket.errors import ConfigError
+from hocket.request import EngineRequest
 from hocket.server.protocol import UNSUPPORTED, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from hocket.server.settings import Settings
 
@@ -133,6 +139,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(served: FakeServed, path: s
         (COMPLETIONS, {"prompt": ["a"] * 1000, "n": 100}, "prompt", 400),
         (COMPLETIONS, {"prompt": "word " * 5000}, "prompt", 400),
         (COMPLETIONS, {"prompt": [5] * 5000}, "prompt", 400),
+        (COMPLETIONS, {"prompt": [-1] * 5000}, "prompt", 400),  # not looked at one by one
         (COMPLETIONS, {"prompt": "\ud800"}, "prompt", 400),
         (COMPLETIONS, PROMPT | {"stop": "\ud800"}, "stop", 400),
         (COMPLETIONS, PROMPT | {"logprobs": 21}, "logprobs", 400),
@@ -153,6 +160,8 @@ def test_a_wrong_value_is_refused_by_the_fields_name(served: FakeServed, path: s
         (CHAT, HELLO | {"max_completion_tokens": 5}, "max_tokens", 400),
         (CHAT, {"messages": HELLO["messages"], "max_completion_tokens": 0}, "max_completion_tokens", 400),
         (CHAT, HELLO | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", 400),
+        (CHAT, HELLO | {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", 400),
+        (CHAT, HELLO | {"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs", 400),
         (CHAT, HELLO | {"add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", 400),
         ("/tokenize", {}, "prompt", 400),
         ("/tokenize", {"prompt": "a", "messages": HELLO["messages"]}, "prompt", 400),
@@ -364,15 +373,19 @@ def test_a_body_that_does_not_come_is_not_waited_for(served: FakeServed) -> None
 
 
 def test_an_answer_that_nobody_reads_is_given_up(served: FakeServed) -> None:
-    served.group.script = lambda request: [5] * 900
+    def endless(request: EngineRequest) -> list[int]:
+        request.max_tokens = 10**9
+        return []
+
+    served.group.script = endless
     try:
         with socket.create_connection(("127.0.0.1", served.port)) as plug:
             plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            prompts = json.dumps({"prompt": ["a"] * 8, "n": 8, "stream": True, "max_tokens": 900, "logprobs": 20})
+            prompts = json.dumps({"prompt": ["a"] * 8, "n": 8, "stream": True, "logprobs": 20, "ignore_eos": True})
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             plug.sendall(f"{head}Content-Length: {len(prompts)}\r\n\r\n{prompts}".encode())
             served.until(lambda: not served.is_idle())
-            served.until(served.is_idle)
+            served.until(served.is_idle)  # nothing but aborts ends them
     finally:
         served.group.script = lambda request: served.token_ids
 
@@ -397,7 +410,10 @@ def test_more_requests_than_the_limit_are_told_to_come_again(served: FakeServed)
             connection.request("POST", COMPLETIONS, json.dumps(PROMPT), JSON)
         served.until(lambda: served.engine.client.num_requests == 8)
         assert "8 requests" in refused(served.post(COMPLETIONS, PROMPT), 429, None)
-        assert served.ask("GET", "/health")[0] == 200
+        for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+            assert served.ask(method, path)[0] == 200
+        assert served.post("/abort", {"request_id": "none"}) == (200, {"aborted": []})
+        assert refused(served.post("/abort", {"request_id": "x" * LIMITS.max_body_bytes}), 413, None)
     for connection in held:
         assert connection.getresponse().status == 200
         connection.close()
@@ -499,7 +515,7 @@ def test_r043_a_lost_rank_is_told_to_all_and_health_says_why() -> None:
 
 def test_keys_names_and_origins() -> None:
     settings = Settings(
-        port=0, api_keys=("one", "two"), served_model_names=("mine", "also"), allowed_origins=("https://a.example",)
+        port=0, api_keys=("one", "two\n"), served_model_names=("mine", "also"), allowed_origins=("https://a.example",)
     )
     with serving(settings) as served:
         served.text = "some words"
@@ -508,6 +524,7 @@ def test_keys_names_and_origins() -> None:
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
             assert served.ask("GET", "/v1/models", **wrong)[0] == 401
         assert served.ask("GET", "/health")[0] == 200
+        assert served.post("/abort", {"abort_all": True})[0] == 401
         for key in ("one", "two"):
             status, answer = served.post(COMPLETIONS, PROMPT | {"model": "also"}, authorization=f"Bearer {key}")
             assert (status, answer["model"]) == (200, "also")
@@ -539,9 +556,42 @@ def test_no_origin_is_let_in_unasked(served: FakeServed) -> None:
         ({"ssl_certfile": __file__, "ssl_keyfile": "no/such/file"}, "ssl_keyfile"),
         ({"ssl_certfile": __file__, "ssl_keyfile": __file__}, "ssl_certfile"),
         ({"ssl_ca_certs": __file__}, "ssl_ca_certs"),
+        ({"header_timeout_s": float("nan")}, "header_timeout_s"),
+        ({"drain_timeout_s": float("inf")}, "drain_timeout_s"),
+        ({"send_timeout_s": -1.0}, "send_timeout_s"),
+        ({"profile_dir": __file__}, "profile_dir"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_is_loaded(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings(**given)
     assert caught.value.field == field
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> dict[str, str]:
+    """Of an authority that is its own; as settings."""
+    files = {"ssl_certfile": str(tmp_path / "certificate.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", files["ssl_keyfile"], "-out", files["ssl_certfile"]]
+    subprocess.run([*make, *names], check=True, capture_output=True, timeout=LIMIT_S)
+    return files
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_with_an_authority_only_its_clients_are_let_in(certificate: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="ssl_ca_certs"):
+        Settings(**certificate, ssl_ca_certs=__file__)
+
+    def status(port: int, client: ssl.SSLContext) -> int:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=LIMIT_S, context=client)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+
+    with serving(Settings(port=0, **certificate, ssl_ca_certs=certificate["ssl_certfile"])) as served:
+        client = ssl.create_default_context(cafile=certificate["ssl_certfile"])
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            status(served.port, client)
+        client.load_cert_chain(certificate["ssl_certfile"], certificate["ssl_keyfile"])
+        assert status(served.port, client) == 200

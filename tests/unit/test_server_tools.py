@@ -13,7 +13,10 @@ from fake_server import FakeServed, serving
 from test_answer_parts import WEATHER, deepseek_v3, hermes
 
 from hocket.errors import ConfigError
+from hocket.server.errors import ApiError
+from hocket.server.protocol import ChatRequest
 from hocket.server.settings import Settings
+from hocket.server.tools import tool_use
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -210,6 +213,18 @@ def test_tools_of_many_levels(served: FakeServed) -> None:
     for choice in ("auto", "required"):
         status, answer = served.post(CHAT, (body[:-1] + f', "tool_choice": "{choice}"}}').encode())
         assert status in (200, 400), answer
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_schema_too_deep_to_be_written_is_refused(choice: Any) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"properties": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = ChatRequest.model_construct(tools=[tool], tool_choice=choice)
+    with pytest.raises(ApiError) as caught:
+        tool_use(body, None)
+    assert (caught.value.status_code, caught.value.body["error"]["param"]) == (400, "tools")
 
 
 def test_completions_have_no_tools(served: FakeServed) -> None:
