@@ -13,7 +13,7 @@ import torch
 from answers import greedy, prompts
 from checkpoints import make
 from in_process import engine_of, in_process_llm
-from test_stream_lane import GPU, LINK_US, NUM_LAYERS, Stack, copies, large, parts_of, run, small, transport_of
+from test_stream_lane_gpu1 import GPU, LINK_US, NUM_LAYERS, Stack, copies, large, parts_of, run, small, transport_of
 from torch import Tensor
 
 from hocket.errors import UBatchFailed
