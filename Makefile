@@ -43,7 +43,7 @@ demo: $(STAMP) ## generate text with the shipped model on two ranks, then overla
 	$(BIN)/hocket bench overlap --model tiny --repeats 3
 
 serve: $(SERVER_STAMP) ## serve the shipped model on two ranks, at http://127.0.0.1:8000
-	$(BIN)/hocket serve tiny --data-parallel-size 2 --enable-expert-parallel --enable-dbo
+	$(BIN)/hocket serve tiny --data-parallel-size 2 --enable-expert-parallel --enable-dbo --dbo-prefill-token-threshold 2
 
 test: $(DEV_STAMP) ## run the tests (quick selection)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not alone" -n 2 --ignore tests/gloo

@@ -38,7 +38,7 @@ def run(command: list[str], tmp_path: Path) -> str:
 def test_there_are_examples() -> None:
     assert len(PYTHON) == 1
     assert len(COMMANDS) >= 3
-    assert (len(SERVE), len(REQUESTS), len(CLIENTS)) == (1, 3, 1)
+    assert (len(SERVE), len(REQUESTS), len(CLIENTS)) == (1, 4, 1)
     assert all(f"127.0.0.1:{PORT}/" in example for example in REQUESTS + CLIENTS)
 
 
@@ -80,9 +80,20 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("request_line", REQUESTS)
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl(request_line: str, port: str, tmp_path: Path) -> None:
+    out = asked(request_line, port, tmp_path)
+    assert '"text"' in out or '"delta"' in out or out == '{"status":"ok"}' or "# HELP hocket:steps" in out
+
+
+def asked(request_line: str, port: str, tmp_path: Path) -> str:
     command = shlex.split(request_line.replace(f":{PORT}/", f":{port}/"))
-    out = run([*command, "--fail-with-body", "--silent", "--show-error"], tmp_path)
-    assert '"text"' in out or '"delta"' in out or out == '{"status":"ok"}'
+    return run([*command, "--fail-with-body", "--silent", "--show-error"], tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_metrics_show_that_a_single_prompt_is_split(port: str, tmp_path: Path) -> None:
+    for request_line in REQUESTS:
+        out = asked(request_line, port, tmp_path)
+    assert re.search(r'hocket:overlap_steps_total\{[^}]*phase="prefill",reason="split"\} [1-9]', out), out
 
 
 @pytest.mark.parametrize("code", CLIENTS)
