@@ -107,7 +107,7 @@ class Parts:
 
 
 @contextmanager
-def _shared_experts_on(side: Side, model: CausalLM) -> Iterator[None]:
+def shared_experts_on(side: Side, model: CausalLM) -> Iterator[None]:
     """While this is entered, the shared experts of all layers are computed there."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     for layer in layers:
@@ -117,6 +117,12 @@ def _shared_experts_on(side: Side, model: CausalLM) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.side = INLINE
+
+
+def side_of_whole(device: torch.device) -> Side:
+    """Where a step that is not split computes its shared experts: ubatches need no second stream beside transfers, as
+    there is always another ubatch."""
+    return SideStream(device) if envs.SHARED_EXPERTS_STREAM.get_int(0) else INLINE
 
 
 class DecodeGraphs:
@@ -134,13 +140,12 @@ class DecodeGraphs:
         started = time.monotonic()
         parts.model.rotary.reserve(parts.max_model_len)
         pool = GraphPool()
-        side = SideStream(parts.last_ids.device) if envs.SHARED_EXPERTS_STREAM.get_int(0) else INLINE
+        side = side_of_whole(parts.last_ids.device)
         kinds = [(size, 1) for size in config.sizes] + [(size, parts.num_ubatches) for size in config.split_sizes]
         for done, (size, num_ubatches) in enumerate(sorted(kinds, key=lambda kind: (-kind[0], kind[1]))):
             on_progress(done, len(kinds))
             what = f"capturing the {name_of(size, num_ubatches)}"
             advice = "run with --enforce-eager" if num_ubatches == 1 else "run with --no-split-graphs"
-            # Ubatches need no second stream beside transfers: there is always another ubatch.
             beside = side if num_ubatches == 1 else INLINE
             with (
                 time_limit(what),
@@ -148,7 +153,7 @@ class DecodeGraphs:
                 parts.executor.patient(config.capture_timeout_s),
             ):
                 graph = parts.graph(size, num_ubatches)
-                with _shared_experts_on(beside, parts.model):
+                with shared_experts_on(beside, parts.model):
                     graph.capture(pool)
             self._graphs[size, num_ubatches] = graph
         self.num_bytes = pool.taken_bytes()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from hocket import envs
 from hocket.attention.plan import Plan
 from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.channel.messages import TimeLanes
@@ -26,16 +25,17 @@ from hocket.errors import CapacityError
 from hocket.host import sent
 from hocket.models.base import UBatchInputs
 from hocket.moe.layer import MoELayer
-from hocket.moe.side import INLINE, SideStream
+from hocket.moe.side import INLINE
 from hocket.overlap.cost import TokenCost, wished_cuts
 from hocket.overlap.slices import Cut, cut_batch, equal_bounds
 from hocket.overlap.sm_budget import UNLIMITED
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
 from hocket.worker.capture import GraphPool, TimeLimit
+from hocket.worker.graphs import shared_experts_on, side_of_whole
 from hocket.worker.inputs import build_inputs
 from hocket.worker.kept_transfers import KeptTransfers, transfers_kept
-from hocket.worker.made_batch import decode_lens, made_batch, num_blocks_of, prompt_lens
+from hocket.worker.made_batch import blocks_taken, decode_lens, made_batch, prompt_lens
 from hocket.worker.sampler import greedy
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class LaneTimes:
         if not self.captured:
             work()
             return work
-        with self._side(step):
+        with shared_experts_on(side_of_whole(self._device) if step == WHOLE else INLINE, self._model):
             return self._pool.capture(work).replay
 
     def _run(self, parts: tuple[UBatchInputs, ...]) -> None:
@@ -152,19 +152,6 @@ class LaneTimes:
         finally:
             executor.budget = budget
 
-    @contextmanager
-    def _side(self, step: str) -> Iterator[None]:
-        """Where an unsplit graph computes its shared experts."""
-        has_stream = step == WHOLE and envs.SHARED_EXPERTS_STREAM.get_int(0)
-        side = SideStream(self._device) if has_stream else INLINE
-        for layer in self._layers:
-            layer.side = side
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer.side = INLINE
-
     def _us(self, work: Work) -> float:
         """µs of one of `count` times in a row, all ranks from the same moment on."""
         count = self._asked.count
@@ -195,7 +182,7 @@ class LaneTimes:
         batch = made_batch(
             lens(asked.num_tokens, asked.length), iter(lambda: draw.choice(ids), None), config.cache.block_size
         )
-        if (needed := num_blocks_of(batch)) > self._runner.num_blocks:
+        if (needed := blocks_taken(batch)) > self._runner.num_blocks:
             raise CapacityError(
                 f"a step to be timed takes {needed} cache blocks, and there are {self._runner.num_blocks}"
             )

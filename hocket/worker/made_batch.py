@@ -34,6 +34,6 @@ def decode_lens(num_requests: int, context: int) -> list[tuple[int, int]]:
     return [(context - 1, 1)] * num_requests
 
 
-def num_blocks_of(batch: Batch) -> int:
+def blocks_taken(batch: Batch) -> int:
     """Cache blocks that its requests take."""
     return sum(len(row.block_ids) for row in batch.requests)

@@ -20,7 +20,7 @@ from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
 from hocket.worker.capture import TimeLimit
 from hocket.worker.inputs import build_inputs
-from hocket.worker.made_batch import made_batch, num_blocks_of, prompt_lens
+from hocket.worker.made_batch import blocks_taken, made_batch, prompt_lens
 
 
 def step_bytes(
@@ -37,7 +37,7 @@ def step_bytes(
     """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
     largest = batch_of(config, config.scheduler.max_num_batched_tokens)
-    cache = allocate_kv_caches(config.model, num_blocks_of(largest), size, dtype, device)
+    cache = allocate_kv_caches(config.model, blocks_taken(largest), size, dtype, device)
 
     def whole(batch: Batch) -> list[Tensor]:
         return [model(build_inputs(batch, batch.num_tokens, size, device), cache)]

@@ -22,7 +22,7 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.local import LocalTransport
 from hocket.ubatch.transfer import Transfer
-from hocket.worker import lane_times
+from hocket.worker import graphs, lane_times
 from hocket.worker.capture import unlimited
 from hocket.worker.lane_times import LaneTimes
 from hocket.worker.runner import Runner
@@ -137,7 +137,7 @@ def test_captured_lanes(runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(type(attention), "decode_plan", staticmethod(decode_plan))
     monkeypatch.setattr(type(attention), "update", staticmethod(update))
     monkeypatch.setattr(lane_times, "GraphPool", Pool)
-    monkeypatch.setattr(lane_times, "SideStream", lambda device: lane_times.INLINE)
+    monkeypatch.setattr(graphs, "SideStream", lambda device: lane_times.INLINE)
     monkeypatch.setattr(runner, "graph_config", replace(runner.graph_config, sizes=(16,)))
     found = calls(runner, monkeypatch)
     asked = TimeLanes(phase="decode", num_tokens=12, length=20, repeats=1, count=2)
