@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from answers import greedy, ids_of
-from faults import FAULT_FILE
+from faulty import faulty_groups
 from gloo_groups import Groups
-from patched_ranks import patched_environment
 from trace_checks import check_events, figures_of
 
 from hocket.bench.trace import Workload, record
@@ -33,19 +32,9 @@ PROMPTS = [[5 + i, *range(6, 40)] for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("fault") / "name"
-    file.write_text("")
-    return file
-
-
-@pytest.fixture(scope="module")
 def faulty(fault_file: Path) -> Iterator[Groups]:
-    made = Groups()
-    with patched_environment("overlap_faults:install", **{FAULT_FILE: str(fault_file)}):
-        made.get(2)
-    yield made
-    made.close()
+    with faulty_groups("overlap_faults:install", fault_file) as made:
+        yield made
 
 
 def hidden_shares(groups: Groups, options: dict[str, Any]) -> list[float]:

@@ -9,18 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import LIMIT_S, Command
 from test_launcher import ROOT, free_port
 from test_lifecycle import children_of
 
 pytest.importorskip("fastapi")
-LIMIT_S = 90.0
 ENGINE = ("--data-parallel-size", "2", "--enable-expert-parallel", "--enable-dbo", "--startup-timeout", "60")
 SPLIT = ("--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2")
 CLIENT = (
@@ -39,7 +38,9 @@ class Network:
 
     def start(self, host: int, *arguments: str, module: tuple[str, ...] = ("-m", "hocket")) -> Command:
         """Run Python there; gloo is not told which interface to take."""
-        self.commands.append(Command([*self.prefixes[host], sys.executable, *module, *arguments]))
+        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env.pop("GLOO_SOCKET_IFNAME", None)
+        self.commands.append(Command([*self.prefixes[host], sys.executable, *module, *arguments], env))
         return self.commands[-1]
 
     def get(self, host: int, port: int, path: str, body: Any = None) -> str:
@@ -47,40 +48,6 @@ class Network:
         data = json.dumps(body) if body is not None else ""
         command = [*self.prefixes[host], sys.executable, "-c", CLIENT, f"http://{self.address}:{port}{path}", data]
         return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
-
-
-class Command:
-    """A running command and what it has written."""
-
-    def __init__(self, command: list[str]) -> None:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env.pop("GLOO_SOCKET_IFNAME", None)
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        self.lines: list[str] = []
-        self._arrived = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                with self._arrived:
-                    self.lines.append(line.rstrip())
-                    self._arrived.notify_all()
-
-    def wait_for(self, text: str) -> str:
-        """The line with `text`."""
-        with self._arrived:
-            found = self._arrived.wait_for(lambda: [line for line in self.lines if text in line], LIMIT_S)
-        assert found, self.lines
-        return str(found[0])
-
-    def ended(self) -> int:
-        """Its exit code."""
-        code = self.process.wait(LIMIT_S)
-        self._reader.join(LIMIT_S)
-        return code
 
 
 def run_ip(*arguments: str) -> None:

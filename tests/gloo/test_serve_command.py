@@ -12,7 +12,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import LIMIT_S, Command
 from test_launcher import environment
 from test_lifecycle import children_of
 
@@ -29,42 +29,20 @@ pytest.importorskip("fastapi")
 import openai
 from served import JSON, events, parsed
 
-LIMIT_S = 90.0
 WIDE = ("--data-parallel-size", "2", "--enable-expert-parallel")
 LONG = {"prompt": "In the beginning", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 HELLO: Any = [{"role": "user", "content": "Who was Emma?"}]
 
 
-class Command:
-    """A running `hocket serve tiny` on a free port. lines: what it wrote to standard error."""
+class Serving(Command):
+    """A running `hocket serve tiny` on a free port."""
 
     def __init__(self, *arguments: str, scheme: str = "http") -> None:
         command = [sys.executable, "-m", "hocket.cli.main", "serve", "tiny", "--port", "0", *WIDE, *arguments]
-        self.process = subprocess.Popen(
-            ["env", "--default-signal=INT", *command], env=environment(), stderr=subprocess.PIPE, text=True
-        )
-        self.lines: list[str] = []
-        self._arrived = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(["env", "--default-signal=INT", *command], environment())
         self.port = int(re.findall(rf"{scheme}://127.0.0.1:(\d+) ", self.wait_for("serving at"))[0])
         self.ranks = children_of(self.process.pid)
         assert len(self.ranks) == 2
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                with self._arrived:
-                    self.lines.append(line.rstrip())
-                    self._arrived.notify_all()
-
-    def wait_for(self, text: str) -> str:
-        """The line with `text`."""
-        with self._arrived:
-            found = self._arrived.wait_for(lambda: [line for line in self.lines if text in line], LIMIT_S)
-        assert found, self.lines
-        return str(found[0])
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
@@ -98,33 +76,29 @@ class Command:
 
     def ended(self) -> int:
         """Its exit code; neither it nor a rank is left."""
-        code = self.process.wait(LIMIT_S)
-        self._reader.join(LIMIT_S)
+        code = super().ended()
         assert not [pid for pid in self.ranks if Path(f"/proc/{pid}").exists()]
         assert not any("Traceback" in line for line in self.lines), self.lines
         return code
 
 
 @contextmanager
-def running(*arguments: str, scheme: str = "http") -> Iterator[Command]:
-    command = Command(*arguments, scheme=scheme)
+def running(*arguments: str, scheme: str = "http") -> Iterator[Serving]:
+    command = Serving(*arguments, scheme=scheme)
     try:
         yield command
     finally:
-        if command.process.poll() is None:
-            command.process.kill()
-            command.process.wait()
-        command._reader.join(LIMIT_S)
+        command.kill()
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Command]:
+def served() -> Iterator[Serving]:
     with running("--enable-dbo", "--dbo-decode-token-threshold", "2", "--api-key", "secret") as command:
         yield command
 
 
 @pytest.fixture
-def client(served: Command) -> Iterator[Any]:
+def client(served: Serving) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="secret", max_retries=0) as client:
         yield client
 
@@ -150,7 +124,7 @@ def test_openai_completions_and_chat(client: Any) -> None:
     assert (last.choices, last.usage.total_tokens) == ([], chat.usage.total_tokens)
 
 
-def test_openai_many_at_once(served: Command) -> None:
+def test_openai_many_at_once(served: Serving) -> None:
     async def ask(client: Any, number: int) -> str:
         stream = await client.chat.completions.create(
             model="tiny", messages=HELLO, max_tokens=1 + number % 5, seed=number, stream=True
@@ -166,7 +140,7 @@ def test_openai_many_at_once(served: Command) -> None:
     assert all(asyncio.run(main()))
 
 
-def test_openai_errors(client: Any, served: Command) -> None:
+def test_openai_errors(client: Any, served: Serving) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="tiny", prompt="Hello", temperature=-1)
     assert caught.value.param == "temperature"
@@ -178,7 +152,7 @@ def test_openai_errors(client: Any, served: Command) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_curl_streams(served: Command) -> None:
+def test_curl_streams(served: Serving) -> None:
     url = f"http://127.0.0.1:{served.port}/v1/completions"
     command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret", "-d"]
     body = json.dumps({"prompt": "Hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True})
@@ -281,7 +255,7 @@ def test_https(tmp_path: Path) -> None:
         assert command.ended() == 0
 
 
-def test_a_second_server_on_the_port_is_refused_at_once(served: Command) -> None:
+def test_a_second_server_on_the_port_is_refused_at_once(served: Serving) -> None:
     started = time.monotonic()
     command = [sys.executable, "-m", "hocket.cli.main", "serve", "tiny", "--port", str(served.port)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)

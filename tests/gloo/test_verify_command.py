@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FAULT_FILE
+from faulty import faulty_groups
 from gloo_groups import Groups
 from model_faults import LAYER
-from patched_ranks import patched_environment
 
 from hocket.cli import app
 from hocket.config.options import Options
@@ -102,30 +101,20 @@ class Command:
 
 
 @pytest.fixture(scope="module")
-def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("fault") / "name"
-    file.write_text("")
-    return file
-
-
-@pytest.fixture(scope="module")
-def faulty_groups(fault_file: Path) -> Iterator[Groups]:
-    made = Groups()
-    with patched_environment("verify_faults:install", **{FAULT_FILE: str(fault_file)}):
-        made.get(2)
-    yield made
-    made.close()
+def faulty(fault_file: Path) -> Iterator[Groups]:
+    with faulty_groups("verify_faults:install", fault_file) as made:
+        yield made
 
 
 @pytest.fixture
 def command(
     fault_file: Path,
-    faulty_groups: Groups,
+    faulty: Groups,
     checkpoints: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Command:
-    monkeypatch.setattr(LongLived, "groups", faulty_groups, raising=False)
+    monkeypatch.setattr(LongLived, "groups", faulty, raising=False)
     monkeypatch.setattr(verify_run, "Ranks", LongLived)
     return Command(fault_file, capsys, monkeypatch, checkpoints("v2"))
 
