@@ -107,7 +107,7 @@ class _Headless:
             more = group_environment(self._config, rank, start.store_host, start.store_port)
             world = self._config.world_size
             self._processes[rank] = spawn_rank(rank, world, start.channel, self._startup_timeout_s, environment=more)
-        _say(f"rank {listed(self._config.ranks)} started for the server at {self._config.address}")
+        say(f"rank {listed(self._config.ranks)} started for the server at {self._config.address}")
         spoke_at = 0.0
         while any(process.poll() is None for process in self._processes.values()):
             if time.monotonic() > spoke_at + _ALIVE_S:
@@ -160,7 +160,7 @@ def _signals_wait() -> Iterator[list[int]]:
         if len(seen) > 1:
             raise KeyboardInterrupt
         name = signal.Signals(number).name
-        _say(f"{name}: ranks here end with the server; once more: at once")
+        say(f"{name}: ranks here end with the server; once more: at once")
 
     former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -170,5 +170,6 @@ def _signals_wait() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line to whoever runs this host."""
     print(f"hocket: {line}", file=sys.stderr, flush=True)

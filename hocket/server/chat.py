@@ -34,12 +34,9 @@ async def render(engine: Engine, body: ChatRequest | TokenizeRequest, tools: lis
             raise ApiError(400, f"chat_template_kwargs: {name} is a field of the request", param="chat_template_kwargs")
     goes_on = bool(body.continue_final_message)
     starts = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    try:
-        return await engine.render(
-            messages, tools=tools, add_generation_prompt=starts, continue_final_message=goes_on, **variables
-        )
-    except RecursionError:
-        raise ApiError(400, "messages: values of so many levels cannot be rendered", param="messages") from None
+    return await engine.render(
+        messages, tools=tools, add_generation_prompt=starts, continue_final_message=goes_on, **variables
+    )
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from hocket.config.options import Options
+from hocket.dist.headless import say
 from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
@@ -151,7 +151,7 @@ class Engine:
         if not self._restarts or is_hopeless or self._is_closing:
             self._on_end(error)
             return
-        print(f"hocket: {self.problem}; starting all ranks anew", file=sys.stderr, flush=True)
+        say(f"{self.problem}; starting all ranks anew")
         self.problem += "; all ranks are being started anew"
         # A thread of its own, which does not keep the process when that is told to end.
         begin = (asyncio.get_running_loop(), self.problem)
@@ -189,7 +189,7 @@ class Engine:
         self.llm, self.problem = found, None
         self.num_restarts += 1
         self._connect()
-        print(f"hocket: serving again: {self.llm.summary()}", file=sys.stderr, flush=True)
+        say(f"serving again: {self.llm.summary()}")
 
     def drain(self) -> None:
         """Take no more requests, and start nothing anew."""

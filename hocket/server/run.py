@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ import uvicorn
 from hocket.config.hosts import HostConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.dist.headless import run_ranks
+from hocket.dist.headless import run_ranks, say
 from hocket.dist.launcher import under_torchrun
 from hocket.errors import ConfigError, HocketError, RankLost
 from hocket.llm import LLM, must_agree
@@ -61,7 +60,7 @@ def serve(options: Options, settings: Settings, hosts: HostConfig | None = None)
     _allow_many_connections()
     with _listen(settings) as listener, _started(options, settings, listener, hosts) as llm:
         if not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
-            _say(llm.summary())
+            say(llm.summary())
         asyncio.run(_Run(options, settings, listener).serve(llm))
 
 
@@ -74,7 +73,7 @@ def _serve_headless(options: Options, hosts: HostConfig, *, restarts: bool) -> N
         except RankLost as error:
             if not restarts:
                 raise
-            _say(f"RankLost: {error}; waiting for the server to start anew")
+            say(f"RankLost: {error}; waiting for the server to start anew")
 
 
 def _check_torchrun(hosts: HostConfig | None, *, restarts: bool) -> None:
@@ -126,7 +125,7 @@ class _Run:
         scheme = "https" if self._settings.ssl_certfile else "http"
         place = f"[{host}]" if ":" in host else host
         keys = "an API key is needed" if self._settings.api_keys else "no API key"
-        _say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
+        say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
 
     def _drain(self, number: int) -> None:
         """Take no new connections; let what is being answered end, for a while."""
@@ -138,7 +137,7 @@ class _Run:
         limit_s = self._settings.drain_timeout_s
         num_requests = self._engine.client.num_requests
         name = signal.Signals(number).name
-        _say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
+        say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
         self._engine.drain()
         self._server.should_exit = True
         error = HocketError(f"the server is shutting down: the request did not end within {limit_s:g} s")
@@ -214,7 +213,3 @@ def _allow_many_connections() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _say(line: str) -> None:
-    print(f"hocket: {line}", file=sys.stderr, flush=True)
