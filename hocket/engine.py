@@ -20,10 +20,11 @@ from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
 from hocket.scheduler.batch import Batch
 from hocket.scheduler.scheduler import Scheduler
+from hocket.worker.build import OnProgress
 from hocket.worker.capture import TimeLimit, unlimited
 from hocket.worker.in_flight import InFlight, StepResult
 from hocket.worker.laps import Laps
-from hocket.worker.runner import OnProgress, Runner
+from hocket.worker.runner import Runner
 from hocket.worker.schemas import Schemas
 from hocket.worker.stats import StepRecord, StepStats
 from hocket.worker.step_log import StepLog
