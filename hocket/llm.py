@@ -60,12 +60,13 @@ class LLM:
         group: RankGroup | None = None,
         hosts: HostConfig | None = None,
         on_wait: Callable[[str], None] | None = None,
+        check: Callable[[LLM], None] | None = None,
     ) -> LLM:
         """From checked options. `progress`: show start-up on standard error. `group`: re-use running ranks (of the
         right number), which are left running by `close()`. `hosts`: other hosts have some of the ranks. `on_wait`: told
-        which ranks are waited for, and for what."""
+        which ranks are waited for, and for what. `check`: called before any rank starts; what it raises ends it."""
         llm = cls.__new__(cls)
-        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait)
+        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait, check=check)
         return llm
 
     def _start(
@@ -76,6 +77,7 @@ class LLM:
         group: RankGroup | None = None,
         hosts: HostConfig | None = None,
         on_wait: Callable[[str], None] | None = None,
+        check: Callable[[LLM], None] | None = None,
     ) -> None:
         self.options, self.hosts = options, hosts
         self.config: EngineConfig = resolve(options)
@@ -85,18 +87,9 @@ class LLM:
         self._ids = itertools.count()
         if under_torchrun():
             _serve_other_ranks(self.config)
-        self._tokenizer: ChatTokenizer | None = None
-        if not options.skip_tokenizer_init:
-            path = options.tokenizer or self.config.model_path
-            self._tokenizer = ChatTokenizer.from_pretrained(path, options.chat_template)
-        self._processor = Processor(
-            tokenizer=self._tokenizer,
-            vocab_size=self.config.model.vocab_size,
-            max_model_len=self.config.scheduler.max_model_len,
-            eos_token_ids=self.config.model.eos_token_ids,
-            generation_config=GenerationConfig.from_pretrained(self.config.model_path),
-            seed=options.seed,
-        )
+        self._tokenizer, self._processor = front_of(options, self.config)
+        if check is not None:
+            check(self)
         world_size = self.config.parallel.data_parallel_size
         others = Hosts(hosts, must_agree(options)) if hosts is not None else None
         self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
@@ -171,6 +164,27 @@ class LLM:
         Raises:
             ConfigError: the model has no chat template and none was given.
         """
+        prompts = self.rendered(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def rendered(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The prompts that `chat` makes of the same, for `generate`. Raises as it does."""
         if self._tokenizer is None:
             raise ConfigError("skip_tokenizer_init", True, "false", where="for chat, which needs the tokenizer")
         template = self._tokenizer.template(chat_template)
@@ -186,8 +200,16 @@ class LLM:
             for conversation in conversations
         ]
         encode = self._tokenizer.encode
-        both = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
-        return self.generate(both, sampling_params, use_tqdm=use_tqdm)
+        return [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
+
+    def check(self, prompts: Any) -> None:
+        """Whether `generate` would take these prompts; no rank is asked.
+
+        Raises:
+            ConfigError, CapacityError: one is wrong, or is too long for the model.
+        """
+        for prompt in parse_prompts(prompts):
+            self._processor.check(prompt)
 
     # -- looking in ---------------------------------------------------------------------------------------------
 
@@ -239,6 +261,26 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def front_of(options: Options, config: EngineConfig) -> tuple[ChatTokenizer | None, Processor]:
+    """What an LLM has besides its ranks: the tokenizer, where there is one, and what makes requests of prompts.
+
+    Raises:
+        ConfigError, CheckpointError: the model's folder, or what `options` name, has none that can be read.
+    """
+    tokenizer: ChatTokenizer | None = None
+    if not options.skip_tokenizer_init:
+        tokenizer = ChatTokenizer.from_pretrained(options.tokenizer or config.model_path, options.chat_template)
+    processor = Processor(
+        tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        eos_token_ids=config.model.eos_token_ids,
+        generation_config=GenerationConfig.from_pretrained(config.model_path),
+        seed=options.seed,
+    )
+    return tokenizer, processor
 
 
 def must_agree(options: Options) -> dict[str, Any]:

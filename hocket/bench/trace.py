@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.bench.report import link_of, provenance, strategy_of
-from hocket.bench.requests import generate_random
+from hocket.bench.requests import check_fits, generate_random
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -44,6 +44,10 @@ class Workload:
     def steps(self) -> int:
         return self.skip + self.num_steps
 
+    def max_tokens(self, num_steps: int) -> int:
+        """Of a request, so that there are `num_steps` steps of the phase, and no more decodes than that needs."""
+        return 1 if self.phase == "prefill" else num_steps + 1
+
 
 def record(options: Options, work: Workload, *, group: RankGroup | None = None) -> Recording:
     """Run the workload once to warm up, then once recorded; on running ranks where `group` has some.
@@ -53,7 +57,10 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
     """
     options = _engine_options(options, work)
     config = resolve(options)
-    with LLM.from_options(options, progress=True, group=group) as llm:
+    prompts = list(work.prompts)
+    if not prompts:
+        check_fits(config, "prompt_len", work.length, max(work.max_tokens(WARM_UP_STEPS), work.max_tokens(work.steps)))
+    with LLM.from_options(options, progress=True, group=group, check=lambda llm: llm.check(prompts)) as llm:
         _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
         llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
         _generate(llm, work, seed=1, num_steps=work.steps)
@@ -85,14 +92,12 @@ def _engine_options(options: Options, work: Workload) -> Options:
 
 
 def _generate(llm: LLM, work: Workload, *, seed: int, num_steps: int) -> None:
-    """So that there are `num_steps` steps of the phase, and no more decodes than that needs."""
-    is_prefill = work.phase == "prefill"
-    max_tokens = 1 if is_prefill else num_steps + 1
+    max_tokens = work.max_tokens(num_steps)
     if work.prompts:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         llm.generate(list(work.prompts), params, use_tqdm=False)
         return
-    count = num_steps if is_prefill else work.requests_per_rank
+    count = num_steps if work.phase == "prefill" else work.requests_per_rank
     generate_random(llm, requests_per_rank=count, prompt_len=work.length, max_tokens=max_tokens, seed=seed)
 
 
