@@ -133,9 +133,12 @@ class Engine:
             failure=self._failed_here,
             wish=self._wish(batch),
         )
-        laps.end("schedule")
+        entered_at = laps.end("schedule")
         table = self.exchange.exchange(column)
-        laps.end_exchange(table)
+        left_at = laps.end_exchange(table)
+        if (recorder := self.runner.executor.recorder) is not None:
+            recorder.number = self._step
+            recorder.exchange_ns = round(entered_at * 1e9), round(left_at * 1e9)
         plan = vote.decide(table, self.config.overlap, self.config.graphs)
         self._step += 1
         self._peers_decode = plan.any_decodes

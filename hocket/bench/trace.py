@@ -14,8 +14,7 @@ from hocket.dist.launcher import RankGroup
 from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
-from hocket.trace.recording import Recording
-from hocket.trace.spans import Step
+from hocket.trace.recording import Recording, recording_of
 
 PROMPT_LEN = {"prefill": 512, "decode": 32}
 WARM_UP_STEPS = 2
@@ -64,18 +63,17 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
         _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
         llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
         _generate(llm, work, seed=1, num_steps=work.steps)
-        ranks = recorded(llm)
-    if not ranks[0]:
+        recording = recorded(llm, about(options, config, work.phase))
+    if not recording.ranks[0]:
         how = "give more or longer prompts, or a smaller --skip"
         raise HocketError(f"no {work.phase} step was run on every rank after the first {work.skip}: {how}")
-    return Recording(about(options, config, work.phase), ranks)
+    return recording
 
 
-def recorded(llm: LLM) -> list[list[Step]]:
-    """What every rank recorded, by rank, equally many steps of each."""
-    ranks = llm.client.recorded_steps()
-    count = min(len(steps) for steps in ranks)  # replicas without expert parallelism step by themselves
-    return [steps[:count] for steps in ranks]
+def recorded(llm: LLM, said: dict[str, Any]) -> Recording:
+    """What every rank has recorded; said: of it, as `about`."""
+    shares_experts = llm.config.parallel.enable_expert_parallel
+    return recording_of(said, llm.client.recorded_steps(), moves=shares_experts)
 
 
 def _engine_options(options: Options, work: Workload) -> Options:

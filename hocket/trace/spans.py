@@ -5,11 +5,13 @@ Layers name the stage they begin; where the step is not recorded that costs one 
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 
 class Stage(StrEnum):
@@ -53,6 +55,7 @@ _LABELS = {
     Stage.HAND_OVER: "hand-over",
 }
 COMPUTE, COMM = "compute", "comm"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(slots=True)
@@ -90,7 +93,11 @@ class HandOver:
 
 @dataclass(slots=True)
 class Step:
-    """A recorded step of a rank: the model's forward pass, as ubatches (1: unsplit). phase: "prefill" or "decode"."""
+    """A recorded step of a rank: the model's forward pass, as ubatches (1: unsplit). phase: "prefill" or "decode".
+
+    number: of the step, equal on ranks that share experts. exchange_ns: when the rank entered the step exchange before
+    it, and when it left it. clock: names the one that all times are of, a host's.
+    """
 
     phase: str
     num_ubatches: int
@@ -99,6 +106,22 @@ class Step:
     stop_ns: int = 0
     spans: list[Span] = field(default_factory=list)
     hand_overs: list[HandOver] = field(default_factory=list)
+    clock: str = ""
+    number: int = 0
+    exchange_ns: tuple[int, int] = (0, 0)
+
+
+def host_ns() -> int:
+    """Now, by the host's clock."""
+    return time.perf_counter_ns()
+
+
+def clock_of_host() -> str:
+    """What tells this host's clock from others': on Linux it runs since the host was started, which has a name."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
 
 
 @dataclass(slots=True)
@@ -109,6 +132,9 @@ class Recorder:
     skip: int = 0
     limit: int | None = None
     steps: list[Step] = field(default_factory=list)
+    clock: str = field(default_factory=clock_of_host)
+    number: int = 0  # of the next step, as the following
+    exchange_ns: tuple[int, int] = (0, 0)
 
     @property
     def spans(self) -> list[Span]:
@@ -131,13 +157,10 @@ class Recorder:
         if self.skip > 0:
             self.skip -= 1
             return None
-        self.steps.append(Step(phase, num_ubatches, num_tokens, start_ns=time.perf_counter_ns()))
-        return self.steps[-1]
-
-
-def host_ns() -> int:
-    """Now, by the host's clock."""
-    return time.perf_counter_ns()
+        begun = Step(phase, num_ubatches, num_tokens, start_ns=time.perf_counter_ns())
+        begun.clock, begun.number, begun.exchange_ns = self.clock, self.number, self.exchange_ns
+        self.steps.append(begun)
+        return begun
 
 
 class Track:
