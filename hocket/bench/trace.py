@@ -77,9 +77,8 @@ def recorded(llm: LLM, said: dict[str, Any]) -> Recording:
 
 
 def _engine_options(options: Options, work: Workload) -> Options:
-    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. What a CUDA
-    graph holds has no stages that could be told apart, so there is none."""
-    found = replace(options, enable_prefix_caching=False, enforce_eager=True)
+    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up."""
+    found = replace(options, enable_prefix_caching=False)
     if work.prompts:
         return found
     found = replace(found, skip_tokenizer_init=True)
@@ -107,7 +106,7 @@ def about(options: Options, config: EngineConfig, what: str) -> dict[str, Any]:
         over = f" over an EMULATED link of {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs"
     ranks = f"{parallel.data_parallel_size} rank{'s' * (parallel.data_parallel_size > 1)}"
     how = "overlap off" if strategy == "off" else f"{strategy} ({config.overlap.executor})"
-    how += "" if config.device == "cpu" else f" on {config.device}, no CUDA graphs"
+    how += "" if config.device == "cpu" else f" on {config.device}"
     found = provenance("trace")
     return {
         "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {what}",

@@ -80,6 +80,7 @@ def _rank(step: Step, base_ns: int) -> dict[str, Any]:
                 span.name.removesuffix(" flight"),
                 span.start_ns - base_ns,
                 span.stop_ns - span.start_ns,
+                span.kernel,
             ]
             for span in sorted(step.spans, key=lambda span: (span.lane != COMPUTE, span.start_ns))
         ],

@@ -106,6 +106,7 @@ def _slices(rank: int, number: int, step: Step, base_ns: int) -> list[Event]:
         if span.part == "flight":
             category, tid = "flight", _FLIGHT_TID + span.ubatch
         facts = {"ubatch": span.ubatch, "layer": span.layer, "stage": span.stage.value, "part": span.part}
+        facts |= {"kernel": span.kernel} if span.kernel else {}
         text = span.name.removesuffix(" flight")
         found.append(_slice(text, category, (rank, tid), at(span.start_ns, span.stop_ns), step=number, **facts))
     for one in step.hand_overs:
@@ -154,7 +155,8 @@ def _steps(found: list[Event]) -> list[list[Step]]:
             step.hand_overs.append(HandOver(args["source"], args["target"], *times))
         else:
             lane = COMPUTE if event["cat"] == COMPUTE else COMM
-            span = Span(lane, args["ubatch"], args["layer"], Stage(args["stage"]), args["part"], *times)
+            place = args["ubatch"], args["layer"], Stage(args["stage"]), args["part"]
+            span = Span(lane, *place, *times, args.get("kernel", ""))
             step.spans.append(span)
     return ranks
 

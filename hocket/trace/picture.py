@@ -104,8 +104,9 @@ def cells(spans: list[Span], window: Interval, width: int) -> list[Span | None]:
 
 def _lane(found: list[Span | None]) -> Text:
     text = Text()
-    for span, run in groupby(found):
-        length = len(list(run))
+    for _, run in groupby(found, key=lambda span: span and (span.ubatch, span.layer, span.stage)):
+        span, *more = run  # a stage may have been cut, or be of many kernels
+        length = 1 + len(more)
         if span is None:
             text.append(" " * length)
             continue

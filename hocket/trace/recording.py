@@ -7,7 +7,7 @@ from typing import Any
 
 from hocket.trace import clocks
 from hocket.trace.figures import StepFigures, step_figures
-from hocket.trace.spans import COMPUTE, Stage, Step
+from hocket.trace.spans import COMPUTE, EVENTS, KERNELS, Stage, Step
 
 NO_COMM = "no communication: each rank has all experts, so nothing moves"
 
@@ -65,7 +65,20 @@ def recording_of(about: dict[str, Any], ranks: list[list[Step]], *, moves: bool)
         notes = [NO_COMM, *clocks.unaligned(ranks)]
         for step in (step for steps in ranks for step in steps):
             step.spans = [span for span in step.spans if span.lane == COMPUTE]
-    return Recording(about | {"notes": notes}, ranks)
+    return Recording(about | {"notes": notes + _of_gpus(ranks)}, ranks)
+
+
+def _of_gpus(ranks: list[list[Step]]) -> list[str]:
+    """Where times of GPUs are from."""
+    steps = [step for steps in ranks for step in steps]
+    notes = []
+    if any(step.source == KERNELS for step in steps):
+        notes.append("times are those of kernels, by torch's profiler: gaps between them are stalls")
+    if any(step.source == EVENTS for step in steps):
+        notes.append("times are those of CUDA events, from launch to launch: gaps between kernels count as compute")
+    if any(span.stage is Stage.KERNEL for step in steps for span in step.spans):
+        notes.append("decodes are replays of CUDA graphs, whose kernels have no stages (--enforce-eager shows stages)")
+    return notes
 
 
 def typical_step(recording: Recording) -> int:

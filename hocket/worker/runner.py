@@ -26,6 +26,7 @@ from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
+from hocket.ubatch.stamps import record_replay
 from hocket.worker import split_worth
 from hocket.worker.build import OnProgress, build, graph_config
 from hocket.worker.capture import TimeLimit
@@ -168,7 +169,12 @@ class Runner:
         """Logits fp32 [N, V] and greedy ids [N] of the batch's rows, until the next replay."""
         graph = self.graphs[plan.graph_tokens, plan.num_ubatches]
         sources = None if before is None else before.sources
-        graph.replay(HostInputs.of(batch, self.config.cache.block_size, sources))
+        inputs = HostInputs.of(batch, self.config.cache.block_size, sources)
+        if (recorder := self.executor.recorder) is None:
+            graph.replay(inputs)
+        else:
+            with record_replay(recorder, self.mesh.device, plan.num_ubatches, batch.num_tokens):
+                graph.replay(inputs)
         return graph.logits[: batch.num_tokens], graph.ids[: batch.num_tokens]
 
     def _forward(
