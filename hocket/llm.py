@@ -16,6 +16,7 @@ from hocket import __version__
 from hocket.client import EngineClient
 from hocket.config.engine import EngineConfig
 from hocket.config.hosts import HostConfig
+from hocket.config.kernel_caches import caches_text
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.dist.hosts import Hosts
@@ -238,6 +239,7 @@ class LLM:
             f"{self.options.model} ({config.model.model_type}, {config.dtype}): {len(ranks)} rank"
             f"{'s' * (len(ranks) > 1)} on {config.device}, {threads} thread{'s' * (threads > 1)} each, {experts}; "
             f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {self._startup_s:.1f} s"
+            f"{caches_text(config.device)}"
         )
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:

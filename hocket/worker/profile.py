@@ -5,7 +5,9 @@ All ranks of an expert group must run them together: they go through every layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 
 import torch
@@ -13,14 +15,16 @@ from torch import Tensor
 
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.engine import EngineConfig
+from hocket.errors import CapacityError
 from hocket.models.base import CausalLM
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.capture import TimeLimit
+from hocket.worker.capture import TimeLimit, out_of_memory
 from hocket.worker.inputs import build_inputs
 from hocket.worker.made_batch import blocks_taken, made_batch, prompt_lens
+from hocket.worker.memory import available_bytes
 
 
 def step_bytes(
@@ -34,6 +38,9 @@ def step_bytes(
     """Most bytes that a step of max_num_batched_tokens takes on the GPU `device` while it runs, logits included.
 
     Where steps are split, it also runs as ubatches, and smaller ones do: all kernels of ubatches are compiled then.
+
+    Raises:
+        CapacityError: the memory does not suffice for one; what it took and asked for, what was free, what to lower.
     """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
     largest = batch_of(config, config.scheduler.max_num_batched_tokens)
@@ -50,8 +57,9 @@ def step_bytes(
     def peak_bytes(run: Callable[[Batch], list[Tensor]], batch: Batch) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        model.compute_logits(join(run(batch))[: config.scheduler.max_num_seqs]).softmax(dim=-1)
-        torch.cuda.synchronize(device)
+        with room_for(batch.num_tokens, available_bytes(device), before):
+            model.compute_logits(join(run(batch))[: config.scheduler.max_num_seqs]).softmax(dim=-1)
+            torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
     needed, sizes = peak_bytes(whole, largest), split_sizes(config)
@@ -61,6 +69,28 @@ def step_bytes(
         with time_limit(what), executor.patient(config.graphs.capture_timeout_s):
             needed = max(needed, peak_bytes(split, batch_of(config, num_tokens)))
     return needed
+
+
+@contextmanager
+def room_for(num_tokens: int, free_bytes: int, allocated_bytes: int) -> Iterator[None]:
+    """Where the GPU's memory does not suffice for the step that runs inside, say so in one line. free_bytes,
+    allocated_bytes: before it.
+
+    Raises:
+        CapacityError: needed, with what its transfers fill, and free bytes, and what to lower.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (found := out_of_memory(error)) is None:
+            raise
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(found))
+        taken = torch.cuda.max_memory_allocated() - allocated_bytes
+        needed = f"needs {taken:,} bytes" + (f" and {asked[1]} more" if asked else " and more")
+        raise CapacityError(
+            f"a step of {num_tokens} tokens, with the buffers of its transfers, {needed}, "
+            f"and {free_bytes:,} bytes were free before it: lower --max-num-batched-tokens"
+        ) from error
 
 
 def split_sizes(config: EngineConfig) -> list[int]:
