@@ -47,7 +47,6 @@ class LinkEmulator(Transport):
     name = "link_emulator"
     requires_padding = False  # an instance takes over its inner transport's, launch_blocks and, on a GPU, captures
     is_apart = True
-    max_sms = 0  # what it stands for takes none; the inner transfer is over before the emulated one
 
     def __init__(
         self,
@@ -70,6 +69,7 @@ class LinkEmulator(Transport):
 
             self._clock = DeviceClock(device)
             self.captures = inner.captures  # type: ignore[misc]
+            self.max_sms = inner.max_sms  # type: ignore[misc]
 
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         transfer = self.inner.prepare(x, topk_ids, topk_weights, layout)
