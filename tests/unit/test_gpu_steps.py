@@ -176,10 +176,10 @@ def replayed(start_us: int, comm_each: int, extra: int = 0) -> tuple[Step, list[
     for _ in range(3):
         for number in range(comm_each):
             kernels.append(Kernel("gemm<float>", COMPUTE_STREAM, at * US, (at + 20) * US))
-            kernels.append(Kernel("_wait_since", COMM_STREAM, (at + 10 + number) * US, (at + 27) * US))
+            kernels.append(Kernel("wait_signal", COMM_STREAM, (at + 10 + number) * US, (at + 27) * US))
             at += 30
     for number in range(extra):
-        kernels.append(Kernel("_wait_since", COMM_STREAM, (at + 10 * number) * US, (at + 10 * number + 5) * US))
+        kernels.append(Kernel("wait_signal", COMM_STREAM, (at + 10 * number) * US, (at + 10 * number + 5) * US))
     return step, kernels
 
 
@@ -201,7 +201,7 @@ def test_a_graphs_replay(comm_each: int, extra: int, layers: set[int]) -> None:
             mine = [span for span in step.spans if span.layer == layer]
             assert len([span for span in mine if span.lane == COMPUTE]) == comm_each
             assert max(s.stop_ns for s in mine) - min(s.start_ns for s in mine) < 30 * US * comm_each
-    assert {span.name for span in step.spans} <= {"gemm<float>", "_wait_since"}
+    assert {span.name for span in step.spans} <= {"gemm<float>", "wait_signal"}
     assert not step.hand_overs
     if step.spans:
         recording = recording_of({"title": "made"}, [[step]], moves=True)
