@@ -48,7 +48,7 @@ class Attached:
 
     def give_up(self, part: str, *, has_graphs: bool) -> None:
         """There is nothing to write: say so on standard error."""
-        how = "--enforce-eager, as replays of graphs have no lanes" if has_graphs else "more or longer prompts"
+        how = "--enforce-eager, as no kernels of graphs can be profiled" if has_graphs else "more or longer prompts"
         why = f"no step that could be recorded was run on every rank; give {how}"
         print(f"hocket: no {self._paths(part)[0]}: {why}", file=sys.stderr)
 

@@ -52,8 +52,8 @@ class Profiler:
             raise ApiError(409, "nothing is being recorded: POST /start_profile first", code="profile_off")
         ranks = await self._recorded(client)
         if min(len(steps) for steps in ranks) == 0:
-            why = "no step that can be recorded was run on every rank meanwhile (replays of CUDA graphs cannot be: "
-            raise ApiError(409, why + "--enforce-eager)", code="profile_empty")
+            why = "no step that can be recorded was run on every rank meanwhile (where kernels cannot be profiled, "
+            raise ApiError(409, why + "replays of CUDA graphs cannot: --enforce-eager)", code="profile_empty")
         return await asyncio.get_running_loop().run_in_executor(None, self._write, ranks, next(self._numbers))
 
     async def _recorded(self, client: AsyncClient) -> list[list[Step]]:
