@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hocket.trace.gpu_steps import fill
+from hocket.trace.gpu_steps import MARK, fill
 from hocket.trace.spans import Step
 from hocket.worker.kernel_count import kernels_of
 
@@ -77,5 +77,8 @@ class KernelProfile:
         self.stop()
         if not self._marked:
             return
-        if not fill(self._marked, kernels_of(self._profile.events()), num_layers):
-            logger.warning("the profile lacks marks of recorded steps: traces are of events between launches")
+        kernels = kernels_of(self._profile.events())
+        if not fill(self._marked, kernels, num_layers):
+            found = sum(MARK in kernel.name for kernel in kernels)
+            what = f"{found} of {2 * len(self._marked)} marks among {len(kernels)} kernels"
+            logger.warning("a profile has %s: traces are of events between launches", what)
