@@ -1,6 +1,7 @@
 """Times a step's compute and its communication each alone, whole and in ubatches. Knows no requests of users.
 
-All ranks of an expert group must do it together, while none of them has requests: it overwrites their caches.
+All ranks of an expert group must do it together, while none of them has requests: it overwrites their caches, and
+nobody may find anything there afterwards (`Scheduler.forget_prefixes`).
 """
 
 from __future__ import annotations
