@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
@@ -19,6 +20,7 @@ from hocket.config.engine import EngineConfig
 from hocket.config.graphs import GraphConfig
 from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
+from hocket.dist.watchdog import last_resort
 from hocket.errors import HocketError
 from hocket.host import sent
 from hocket.models.backends import backends_for, check_batch_invariance
@@ -315,9 +317,18 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers, and give back what transfers took. All ranks together."""
+        """End the ubatch workers, and give back what transfers took. All ranks together.
+
+        Where that waits for all of them it ends this process after a step's limit.
+        """
         self.executor.close()
-        self._transport.close()
+        with last_resort(self.config.step_timeout_s) if self.closes_together else nullcontext():
+            self._transport.close()
+
+    @property
+    def closes_together(self) -> bool:
+        """Whether `close` waits for all ranks."""
+        return self._transport.closes_together
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""

@@ -151,6 +151,8 @@ class Transport(ABC):
     """Whether transfers have a `receive` of their own."""
     max_sms: ClassVar[int | None] = None
     """How many multiprocessors of a GPU its transfers can take at most; None: as many as NCCL may in its group."""
+    closes_together: ClassVar[bool] = False
+    """Whether `close` waits for all ranks, and for ever where one is gone."""
 
     @abstractmethod
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:

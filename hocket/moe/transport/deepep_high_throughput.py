@@ -73,6 +73,7 @@ class DeepEPHighThroughput(Transport):
 
     name = "deepep_high_throughput"
     requires_padding = True
+    closes_together = True
     max_sms = 24
     """As many as help: 167 GB/s on two H200s, against 128 with 20."""
 

@@ -101,6 +101,7 @@ class DeepEPLowLatency(Transport):
     captures = True
     is_apart = True
     max_sms = 0
+    closes_together = True
 
     def __init__(self, placement: ExpertPlacement, rank: int, group: Group | None, device: torch.device) -> None:
         self._placement = placement
