@@ -83,8 +83,9 @@ class TimeLanes(ToRank):
     """Time the compute and the communication of a step each alone, whole and in ubatches; Lanes is the answer. For all
     ranks at once, none of which may have requests. Prefixes are forgotten: the step writes to their blocks.
 
-    A step of `num_tokens` tokens on every rank. phase: "decode" at contexts of `length` tokens, or "prefill" of prompts
-    of `length`. repeats: so many times in turn. count: steps that one figure goes over.
+    A step of `num_tokens` tokens on every rank. phase: "decode" at contexts of `length` tokens, with the rows of the
+    CUDA graph that it would replay, or "prefill" of prompts of `length`. repeats: so many times in turn. count: steps
+    that one figure goes over.
     """
 
     phase: str
