@@ -182,7 +182,7 @@ class Runner:
         if device.type == "cpu":
             return available_bytes(device)
         progress = partial(on_progress, "warm up")
-        needed = step_bytes(self.model, self.executor, self.config, device, time_limit, progress)
+        needed = step_bytes(self.model, self.executor, self.config, self.graph_config, device, time_limit, progress)
         torch.cuda.empty_cache()
         return available_bytes(device) - needed
 
