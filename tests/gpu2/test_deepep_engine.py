@@ -12,6 +12,7 @@ from answers import greedy, settled_stats
 from bf16_answers import Judge, published
 from counters import assert_add_up
 from gloo_groups import Groups
+from gpus import missing
 from nan_answers import SpoiltGroups, assert_nan_changes_nothing
 from test_bf16 import COMMON, FEW, LENGTHS, MAX_SEQS, NUM_TOKENS
 from test_graphs import assert_a_killed_rank_is_named
@@ -19,8 +20,6 @@ from test_graphs import assert_a_killed_rank_is_named
 from hocket.config.backends import GPU_TRANSPORTS
 from hocket.moe.transport.deepep_library import unavailable_reason
 
-REASON = unavailable_reason("deepep_low_latency", "cuda")
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 CELLS = [
     ("deepep_high_throughput", "triton_grouped", "greenlet", 2),
     ("deepep_high_throughput", "deep_gemm", "thread", 3),
@@ -30,6 +29,13 @@ CELLS = [
     ("deepep_low_latency", "grouped_mm", "greenlet", 2),
     ("deepep_low_latency", "deep_gemm", "greenlet", 1),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Without it all of these are skipped, with the reason."""
+    if reason := unavailable_reason("deepep_low_latency", "cuda"):
+        missing(reason)
 
 
 @pytest.fixture(scope="module")
