@@ -32,7 +32,7 @@ from hocket.overlap.slices import Cut, cut_batch, equal_bounds
 from hocket.overlap.sm_budget import UNLIMITED
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.capture import GraphPool, TimeLimit
+from hocket.worker.capture import GraphPool, TimeLimit, Work, device_us
 from hocket.worker.graph_inputs import GraphInputs
 from hocket.worker.graphs import shared_experts_on, side_of_whole
 from hocket.worker.inputs import HostInputs, build_inputs
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from hocket.worker.runner import Runner
 
 T = TypeVar("T")
-Work = Callable[[], object]
 COMPUTE, COMM, OUTPUT = "compute", "comm", "output"
 WHOLE, HALVES = "", "_halves"
 
@@ -178,13 +177,7 @@ class LaneTimes:
             for _ in range(count):
                 work()
             return (time.perf_counter() - started) * 1e6 / count
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(count):
-            work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / count
+        return device_us(work, count)
 
     def _limited(self, lane: str, work: Callable[[], T]) -> T:
         with self._limit(f"timing the {lane} of a {self._asked.phase} of {self._asked.num_tokens} tokens"):

@@ -1,4 +1,5 @@
-"""What steps of the largest batches need beside weights and cache, found by running some. Knows no users' requests.
+"""What steps of the largest batches need beside weights and cache, and what they take whole and as ubatches, found by
+running some. Knows no users' requests.
 
 All ranks of an expert group must run them together: they go through every layer's collectives.
 """
@@ -6,6 +7,8 @@ All ranks of an expert group must run them together: they go through every layer
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -19,14 +22,24 @@ from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.capture import TimeLimit
+from hocket.worker.capture import TimeLimit, device_us
 from hocket.worker.inputs import build_inputs
 from hocket.worker.made_batch import blocks_taken, decode_lens, made_batch, prompt_lens
+from hocket.worker.split_worth import Compared, context_of, in_turn
 
-DECODE_CONTEXT = 2
+
+@dataclass(frozen=True)
+class Profile:
+    """num_bytes: most that a step of max_num_batched_tokens takes on the GPU while it runs, logits included.
+
+    compared: where steps are launched as ubatches, by phase, from the fewest tokens on.
+    """
+
+    num_bytes: int
+    compared: dict[str, list[Compared]]
 
 
-def step_bytes(
+def profiled(
     model: CausalLM,
     executor: UBatchExecutor,
     config: EngineConfig,
@@ -34,11 +47,12 @@ def step_bytes(
     device: torch.device,
     time_limit: TimeLimit,
     on_progress: Callable[[int, int], None],
-) -> int:
-    """Most bytes that a step of max_num_batched_tokens takes on the GPU `device` while it runs, logits included.
+) -> Profile:
+    """Run the largest step; where steps are split also as ubatches, and smaller ones, and decodes that no graph is
+    replayed for: all kernels of ubatches are compiled then. graphs: what will be captured.
 
-    Where steps are split, it also runs as ubatches, and smaller ones do, and decodes that no graph is replayed for: all
-    kernels of ubatches are compiled then. graphs: what will be captured.
+    They are timed whole and as ubatches too, but for forced ones, and not over an emulated link, which may be so slow
+    that the start would take long.
     """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
     largest = batch_of(config, "prefill", config.scheduler.max_num_batched_tokens)
@@ -62,13 +76,25 @@ def step_bytes(
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
+    def compared(batch: Batch) -> Compared:
+        whole(batch)  # compiles what it runs
+        works = partial(whole, batch), partial(split, batch)
+        return in_turn(batch.num_tokens, *(partial(device_us, work, 1) for work in works))
+
     needed, steps = peak_bytes(whole, largest), split_steps(config, graphs)
+    found: dict[str, list[Compared]] = {}
+    are_compared = not config.overlap.force_split and config.parallel.emulated_link is None
     for done, (phase, num_tokens) in enumerate(steps):
         on_progress(done, len(steps))
-        what = f"compiling what a {phase} of {num_tokens} tokens in {config.overlap.num_ubatches} ubatches runs"
-        with time_limit(what), executor.patient(config.graphs.capture_timeout_s):
-            needed = max(needed, peak_bytes(split, batch_of(config, phase, num_tokens, num_blocks)))
-    return needed
+        batch = batch_of(config, phase, num_tokens, num_blocks)
+        step = f"a {phase} of {num_tokens} tokens in {config.overlap.num_ubatches} ubatches"
+        with executor.patient(config.graphs.capture_timeout_s):
+            with time_limit(f"compiling what {step} runs"):
+                needed = max(needed, peak_bytes(split, batch))
+            if are_compared:
+                with time_limit(f"timing {step} and whole"):
+                    found.setdefault(phase, []).insert(0, compared(batch))
+    return Profile(needed, found)
 
 
 def split_steps(config: EngineConfig, graphs: GraphConfig) -> list[tuple[str, int]]:
@@ -100,9 +126,9 @@ def _replays(config: EngineConfig, graphs: GraphConfig, num_requests: int) -> bo
 
 
 def batch_of(config: EngineConfig, phase: str, num_tokens: int, most_blocks: int | None = None) -> Batch:
-    """So many tokens: of prompts as long as the model allows, or of as many decodes with hardly a past. Their blocks
-    are the first most_blocks."""
-    lens = decode_lens(num_tokens, DECODE_CONTEXT)
+    """So many tokens: of prompts as long as the model allows, or of as many decodes in contexts of `context_of`. They
+    share the first most_blocks."""
+    lens = decode_lens(num_tokens, context_of(config.scheduler.max_model_len))
     if phase == "prefill":
         lens = prompt_lens(num_tokens, min(config.scheduler.max_model_len, num_tokens))
     return made_batch(lens, cycle(range(config.model.vocab_size)), config.cache.block_size, most_blocks)

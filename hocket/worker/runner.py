@@ -45,7 +45,7 @@ from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
-from hocket.worker.profile import step_bytes
+from hocket.worker.profile import profiled
 from hocket.worker.prompt_logprobs import PromptLogprobs
 from hocket.worker.sampler import Sampler, needs_history
 from hocket.worker.state_record import StateRecord
@@ -144,7 +144,7 @@ class Runner:
         if sizes := self.graph_config.split_sizes:
             compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
-                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
+                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts.max_model_len))
 
     def _graph_config(self, factory: MoEFactory) -> GraphConfig:
         """What to capture: what the configuration says, nothing where a backend of any rank cannot be captured, since
@@ -182,9 +182,11 @@ class Runner:
         if device.type == "cpu":
             return available_bytes(device)
         progress = partial(on_progress, "warm up")
-        needed = step_bytes(self.model, self.executor, self.config, self.graph_config, device, time_limit, progress)
+        found = profiled(self.model, self.executor, self.config, self.graph_config, device, time_limit, progress)
+        if self.mesh.rank == 0:
+            split_worth.say_launched(found.compared, self.config)
         torch.cuda.empty_cache()
-        return available_bytes(device) - needed
+        return available_bytes(device) - found.num_bytes
 
     def _ranks_per_device(self) -> int:
         return len(self.mesh.node_ranks) if self.mesh.device.type == "cpu" else 1

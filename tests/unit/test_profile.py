@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +17,11 @@ from hocket.config.engine import EngineConfig
 from hocket.config.graphs import GraphConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
+from hocket.llm import LLM
+from hocket.worker import profile
 from hocket.worker.inputs import build_inputs
-from hocket.worker.profile import batch_of, split_steps, step_bytes
+from hocket.worker.profile import Profile, batch_of, profiled, split_steps
+from hocket.worker.split_worth import Compared, say_launched
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,7 @@ def test_the_largest_batch(max_len: int, tokens: int, lens: list[int]) -> None:
 
 
 DBO = {"data_parallel_size": 2, "enable_expert_parallel": True, "enable_dbo": True}
+SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 32, "max_num_seqs": 12}
 LIMITS = {"max_num_batched_tokens": 2000, "max_num_seqs": 100, "dbo_prefill_token_threshold": 2001}
 
 
@@ -72,42 +80,92 @@ def test_decodes_that_are_split_and_replay_no_graph(monkeypatch: pytest.MonkeyPa
     assert sizes(some_split) == [100, 25, 12, 6, 3], "every step is, if need be without a graph"
 
 
-def test_each_of_them_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In ubatches, over a cache that has room for the largest prefill alone, each within a limit that names it."""
-    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")
-    ran: list[tuple[str, list[int]]] = []
-    limited: list[str] = []
-    steps: list[tuple[int, int]] = []
-    peaks = iter(range(100, 1000, 100))
+@pytest.fixture
+def cpu_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a GPU is told of: 50 bytes before each step, and 100, 200, 300 … at most while one ran."""
+    peaks = itertools.count(100, 100)
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
-    options = {"kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 32, "max_num_seqs": 12}
-    with in_process_llm("tiny", device="cpu", **options) as llm, torch.inference_mode():
-        runner = engine_of(llm).runner
-        run = runner.executor.run
 
-        def noted(parts: Any, caches: Any, phase: str) -> list[torch.Tensor]:
-            ran.append((phase, [part.layout.num_tokens for part in parts]))
-            return run(parts, caches, phase)
 
-        def limit(what: str) -> Any:
-            limited.append(what)
-            return nullcontext()
+def profile_of(
+    llm: LLM, **overlap: Any
+) -> tuple[Profile, list[tuple[str, list[int]]], list[str], list[tuple[int, int]]]:
+    """With what ran in ubatches (phase, tokens of each), what was limited, and what was said of progress."""
+    ran: list[tuple[str, list[int]]] = []
+    limited: list[str] = []
+    progress: list[tuple[int, int]] = []
+    runner = engine_of(llm).runner
+    run = runner.executor.run
 
-        monkeypatch.setattr(runner.executor, "run", noted)
-        needed = step_bytes(
+    def noted(parts: Any, caches: Any, phase: str) -> list[torch.Tensor]:
+        ran.append((phase, [part.layout.num_tokens for part in parts]))
+        return run(parts, caches, phase)
+
+    def limit(what: str) -> Any:
+        limited.append(what)
+        return nullcontext()
+
+    config = replace(runner.config, overlap=replace(runner.config.overlap, **overlap))
+    with pytest.MonkeyPatch.context() as patched, torch.inference_mode():
+        patched.setattr(runner.executor, "run", noted)
+        found = profiled(
             runner.model,
             runner.executor,
-            runner.config,
+            config,
             GraphConfig(),
             runner.mesh.device,
             limit,
-            lambda *at: steps.append(at),
+            lambda *at: progress.append(at),
         )
+    return found, ran, limited, progress
+
+
+def test_each_of_them_runs(monkeypatch: pytest.MonkeyPatch, cpu_for_gpu: None) -> None:
+    """In ubatches, over a cache that has room for the largest prefill alone, each within a limit that names it."""
+    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")
+    with in_process_llm("tiny", device="cpu", **SMALL) as llm:
+        found, ran, limited, progress = profile_of(llm)
     prefills = [("prefill", [n // 2, n // 2]) for n in (32, 16, 8, 4, 2)]
     assert ran == [*prefills, ("decode", [6, 6]), ("decode", [3, 3]), ("decode", [1, 2])]
     assert limited[-1] == "compiling what a decode of 3 tokens in 2 ubatches runs"
-    assert (len(limited), steps) == (8, [(done, 8) for done in range(8)])
-    assert needed == 850, "the most of all that ran"
+    assert (len(limited), progress) == (8, [(done, 8) for done in range(8)])
+    assert found == Profile(850, {}), "the most of all that ran; forced steps are not compared"
+
+
+def test_whole_and_as_ubatches_in_turn(
+    monkeypatch: pytest.MonkeyPatch, cpu_for_gpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where splitting loses a line says so, with the threshold from which it would not."""
+    times = {("prefill", 32): (9e3, 7e3), ("prefill", 16): (5e3, 6e3), ("decode", 12): (1e3, 1.2e3)}
+    timed: list[int] = []
+
+    def device_us(work: Callable[[], list[torch.Tensor]], count: int) -> float:
+        parts = [len(part) for part in work()]
+        timed.append(len(parts))
+        total = sum(parts)
+        return times["decode" if total == 12 else "prefill", total][len(parts) - 1] * count
+
+    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")
+    monkeypatch.setattr(profile, "device_us", device_us)
+    with in_process_llm("tiny", device="cpu", **SMALL) as llm:
+        overlap = {"force_split": False, "prefill_token_threshold": 16, "decode_token_threshold": 8}
+        found, _, limited, _ = profile_of(llm, **overlap)
+        config = engine_of(llm).runner.config
+    assert timed == [1, 2] * 9, "three rounds of each step"
+    assert found.compared == {
+        "prefill": [Compared(16, 5e3, 6e3), Compared(32, 9e3, 7e3)],
+        "decode": [Compared(12, 1e3, 1.2e3)],
+    }
+    assert limited[1] == "timing a prefill of 32 tokens in 2 ubatches and whole"
+    caplog.set_level(logging.INFO, "hocket")
+    say_launched(found.compared, config)
+    costs = "splitting costs time here: "
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{costs}prefills launched whole and in 2 ubatches take 16 tokens 5.00 and 6.00 ms, 32 tokens 9.00 and 7.00 ms"
+        "; --dbo-prefill-token-threshold 17 splits them from 32 tokens on",
+        f"{costs}decodes launched whole and in 2 ubatches take 12 tokens 1.00 and 1.20 ms; contexts of 1,024 tokens; "
+        "--dbo-decode-token-threshold 13 leaves them whole",
+    ]
