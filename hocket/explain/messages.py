@@ -50,7 +50,14 @@ def _sent(name: str, config: EngineConfig, placement: ExpertPlacement, may_be_fp
     ids, weights = _choices(config, SAMPLE_TOKENS)
     hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
     counted = transport_class(name).sent_bytes(
-        Tokens(placement=placement, ids=ids, hidden_size=hidden_size, dtype=dtype, may_be_fp8=may_be_fp8)
+        Tokens(
+            placement=placement,
+            ids=ids,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            num_ubatches=config.overlap.num_ubatches,
+            may_be_fp8=may_be_fp8,
+        )
     )
     if counted is None:
         counted = _run(name, config, placement, ids[:num_tokens], weights[:num_tokens])
