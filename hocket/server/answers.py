@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from hocket.errors import HocketError
 from hocket.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hocket.server.async_client import Closed, Item, Results
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, Json, api_error
 from hocket.server.protocol import Sampled
+from hocket.server.served_model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
 
@@ -65,7 +65,7 @@ class Tail:
 class Form(ABC):
     """One request of an endpoint, and how its answer looks. names: the endpoint's names of fields, by ours."""
 
-    engine: Engine
+    served: ServedModel
     body: Sampled
     answer_id: str
     model: str
@@ -77,7 +77,7 @@ class Form(ABC):
 
     @abstractmethod
     async def items(self) -> list[Item]:
-        """What to ask of the engine."""
+        """What to ask of the model."""
 
     @abstractmethod
     def choice(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def sse(message: dict[str, Any]) -> bytes:
 async def answer(request: Request, form: Form) -> Response:
     """Run a request to its answer. Raises ApiError where it is refused or fails before anything is streamed."""
     try:
-        results = form.engine.submit(await form.items(), whole=not form.body.stream)
+        results = form.served.submit(await form.items(), whole=not form.body.stream)
     except HocketError as error:
         raise api_error(error, names=form.names()) from error
     headers = {"x-request-id": form.answer_id}

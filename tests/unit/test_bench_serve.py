@@ -90,7 +90,7 @@ def test_two_servers_in_turn(
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         for served in (first, second):
             served.until(served.is_idle)
-            assert served.engine.client.num_finished == 13  # one to try
+            assert served.model.client.num_finished == 13  # one to try
     assert [row["url"] for row in report["rows"]] == urls
     for row in report["rows"]:
         assert (row["num_answers"], row["num_failed"]) == (12, 0)

@@ -143,7 +143,7 @@ def test_echo_with_logprobs_aborted_before_the_first_token_shows_the_prompt(serv
     with served.paused():
         connection = served.connect()
         connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
-        served.until(lambda: served.engine.client.num_requests == 1)
+        served.until(lambda: served.model.client.num_requests == 1)
         assert served.post("/abort", {"abort_all": True})[0] == 200
         answer = connection.getresponse()
         assert answer.status == 200

@@ -26,7 +26,7 @@ _INLINE_CHARS = 2000
 _NUM_THREADS = 2
 
 
-class Engine:
+class ServedModel:
     """An LLM that many callers share on the running loop.
 
     restart: when a rank is lost, start all anew; again only after a request was finished since. Otherwise, and when
