@@ -61,7 +61,8 @@ def test_a_completion_whole_and_streamed(served: FakeServed) -> None:
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert (last["choices"], last["usage"]) == ([], answer["usage"])
     assert {(chunk["id"], chunk["created"]) for chunk in chunks} == {(chunks[0]["id"], chunks[0]["created"])}
-    assert all("usage" not in part for part in parts)
+    assert all(part["usage"] is None for part in parts)
+    assert all("usage" not in chunk for chunk in served.stream(COMPLETIONS, body))
 
 
 def test_the_default_is_sixteen_tokens(served: FakeServed) -> None:
