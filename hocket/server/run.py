@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from hocket.server.connection import TimedProtocol
 from hocket.server.served_model import ServedModel
 from hocket.server.settings import Settings
 from hocket.server.starting import Starting
+from hocket.startup import process_began
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_S = 3.0
@@ -125,6 +127,7 @@ class _Run:
         scheme = "https" if self._settings.ssl_certfile else "http"
         place = f"[{host}]" if ":" in host else host
         keys = "an API key is needed" if self._settings.api_keys else "no API key"
+        say(self._served.llm.startup.line(process_began(), time.perf_counter()))
         say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
 
     def _drain(self, number: int) -> None:

@@ -44,7 +44,7 @@ LAYERS = [
     ("hocket.cache",),
     ("hocket.dist",),
     ("hocket.channel", "hocket.tokenizer", "hocket.trace", "hocket.metrics.histogram"),
-    ("hocket.config", "hocket.request", "hocket.outputs", "hocket.progress", "hocket.envs"),
+    ("hocket.config", "hocket.request", "hocket.outputs", "hocket.progress", "hocket.envs", "hocket.startup"),
     ("hocket.errors",),
 ]
 # Whole packages, so that a new module in one of them is checked too; the exceptions hold tensors or join the group.
@@ -55,6 +55,7 @@ TORCH_FREE = [
     "hocket.outputs",
     "hocket.prompt",
     "hocket.progress",
+    "hocket.startup",
     "hocket.generation_config",
     "hocket.processor",
     "hocket.client",

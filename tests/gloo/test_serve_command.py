@@ -39,8 +39,10 @@ class Serving(Command):
 
     def __init__(self, *arguments: str, scheme: str = "http") -> None:
         command = [sys.executable, "-m", "hocket.cli.main", "serve", "tiny", "--port", "0", *WIDE, *arguments]
+        began = time.monotonic()
         super().__init__(["env", "--default-signal=INT", *command], environment())
         self.port = int(re.findall(rf"{scheme}://127.0.0.1:(\d+) ", self.wait_for("serving at"))[0])
+        self.startup_s = time.monotonic() - began
         self.ranks = children_of(self.process.pid)
         assert len(self.ranks) == 2
 
@@ -101,6 +103,17 @@ def served() -> Iterator[Serving]:
 def client(served: Serving) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="secret", max_retries=0) as client:
         yield client
+
+
+def test_the_start_says_how_long_each_phase_took(served: Serving) -> None:
+    (line,) = [line for line in served.lines if "start-up" in line]
+    total, parts = re.fullmatch(r"hocket: start-up (\d+\.\d) s: (.*) \(of ranks the slowest, [01]\)", line).groups()
+    names, seconds = zip(*(part.rsplit(" ", 1) for part in parts.split(", ")), strict=True)
+    assert " ".join(names) == "imports front waiting processes rendezvous weights KV cache graphs server"
+    took = dict(zip(names, map(float, seconds), strict=True))
+    assert float(total) == pytest.approx(sum(took.values()), abs=0.05 * (len(took) + 1))
+    assert served.startup_s / 2 < float(total) < served.startup_s + 0.1
+    assert took["processes"] > took["graphs"] == 0.0  # it imports torch; there are none on a CPU
 
 
 # -- OpenAI's client --------------------------------------------------------------------------------------------------
