@@ -42,7 +42,13 @@ class Served:
 
     async def _serve(self, options: Options) -> None:
         self.loop = asyncio.get_running_loop()
-        self.model = ServedModel(self.llm, options, restart=False, on_end=self.ended.append)
+        self.model = ServedModel(
+            self.llm,
+            options,
+            restart=False,
+            on_end=self.ended.append,
+            prefix_affinity=self._settings.prefix_affinity,
+        )
         app = make_app(self.model, self._settings)
         self._server = uvicorn.Server(run._config(app, self._settings))
         self._app = app

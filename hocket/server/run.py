@@ -109,6 +109,7 @@ class _Run:
             self._options,
             restart=self._settings.on_rank_loss == "restart",
             on_end=self._model_ended,
+            prefix_affinity=self._settings.prefix_affinity,
         )
         self._server = _Server(_config(make_app(self._served, self._settings), self._settings), self._started)
         for number in (signal.SIGTERM, signal.SIGINT):
