@@ -261,7 +261,13 @@ def serve(
     Open loop: requests arrive at their rate, whatever became of those before. Any server with OpenAI's API will do.
     Exit code 1: requests failed (the table says why).
 
-    Example: hocket bench serve --url http://127.0.0.1:8000 --request-rate 8 --output-len 32
+    Two servers are compared in turn: give --url twice and --output FILE; hocket bench table FILE shows the ratios.
+
+    Examples:
+
+    hocket bench serve --url http://127.0.0.1:8000 --request-rate 8 --output-len 32
+
+    hocket bench serve --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --output ab.json
     """
     from hocket.bench.http_client import Server
     from hocket.bench.serve import Load, run
