@@ -253,7 +253,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="name to send (default: the one that is served)")] = None,
     api_key: Annotated[str | None, typer.Option(help="key to send (default: HOCKET_API_KEY)")] = None,
     limit: Annotated[float, typer.Option(help="seconds that an answer may take", min=0.1)] = 600.0,
-    repeats: _Repeats = 3,
+    repeats: _Repeats = 5,
     output: _Output = None,
 ) -> None:
     """Load on a running server: when first tokens and further ones come, and tokens a second.

@@ -27,7 +27,7 @@ TIMES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 
 
 def row(url: str, rates: list[float], ms: list[float | None], **changes: Any) -> dict[str, Any]:
-    """Three runs, the second of which is the middle one."""
+    """Some runs, the second of which is a middle one."""
     spread = None if None in ms else {"mean": ms[1], "median": ms[1], "p99": 2000.0, "max": 3000.0}
     return {
         "url": url,
@@ -48,10 +48,10 @@ def cells(table: str) -> list[dict[str, str]]:
 
 
 def test_servers_stand_beside_each_other() -> None:
-    first = row("http://a", [90.0, 100.0, 110.0], [9.0, 10.0, 11.0])
-    second = row("http://b", [180.0, 210.0, 231.0], [4.5, 5.0, 11.5], num_failed=3)
+    first = row("http://a", [90.0, 100.0, 100.0, 110.0], [9.0, 10.0, 10.0, 11.0])
+    second = row("http://b", [180.0, 210.0, 210.0, 231.0], [4.5, 5.0, 5.0, 11.5], num_failed=3)
     table = table_of([{"bench": "serve", "rows": [first, second]}])
-    assert table.splitlines()[0] == "load 64 requests of 100 + 32 tokens, 8/s poisson, runs 3"
+    assert table.splitlines()[0] == "load 64 requests of 100 + 32 tokens, 8/s poisson, runs 4"
     one, two = cells(table)
     assert (one["server"], one["requests/s × first"], one["FAILED"]) == ("http://a", "", "")
     assert one["output tokens/s"] == "100.0 [90.0 – 110.0]"
@@ -64,14 +64,15 @@ def test_servers_stand_beside_each_other() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "said"),
     [
-        ([2.0, 2.0, 2.0], [1.0, 1.0, 1.0], "2.00 [2.00 – 2.00]"),
-        ([3.0, 4.0, 5.0], [2.0, 2.0, 2.5], "2.00 [1.50 – 2.00]"),
-        ([0.5, 0.7], [1.0, 1.0], "0.60 [0.50 – 0.70]"),
-        ([1.5, 2.0, 2.0], [1.0, 1.0, 1.5], "within the spread"),  # they touch
-        ([1.0, 9.0, 9.0], [2.0, 2.0, 2.0], "within the spread"),
-        ([9.0], [1.0], "one run, no spread known"),
-        ([9.0, None], [1.0, 1.0], ""),
-        (None, [1.0, 1.0], ""),
+        ([2.0] * 4, [1.0] * 4, "2.00 [2.00 – 2.00]"),
+        ([4.0, 3.0, 4.0, 5.0], [2.0, 2.0, 2.0, 2.5], "2.00 [1.50 – 2.00]"),
+        ([0.5, 0.7, 0.5, 0.7], [1.0] * 4, "0.60 [0.50 – 0.70]"),
+        ([1.5, 2.0, 2.0, 2.0], [1.0, 1.0, 1.5, 1.0], "within the spread"),  # they touch
+        ([1.0, 9.0, 9.0, 9.0], [2.0] * 4, "within the spread"),
+        ([9.0] * 3, [1.0] * 3, "too few runs (3 of 4)"),
+        ([9.0], [1.0], "too few runs (1 of 4)"),
+        ([9.0, 9.0, 9.0, None], [1.0] * 4, ""),
+        (None, [1.0] * 4, ""),
     ],
 )
 def test_no_ratio_is_given_inside_the_spread(mine: Any, theirs: Any, said: str) -> None:
