@@ -38,6 +38,7 @@ from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
+from hocket.startup import GRAPHS, KV_CACHE, WEIGHTS, Phases
 from hocket.worker import split_worth
 from hocket.worker.capture import TimeLimit
 from hocket.worker.expert_load import ExpertLoad
@@ -60,6 +61,7 @@ class Runner:
     def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         self.config = config
         self.mesh = mesh
+        self._phases = Phases()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(mesh.node_ranks)))
         dtype = getattr(torch, config.dtype)
@@ -85,6 +87,7 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        self._phases.end(WEIGHTS)
         if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
             self._transport.send_fp8()
         if config.deterministic:
@@ -109,7 +112,9 @@ class Runner:
         )
         try:
             self._allocate(dtype, on_progress, time_limit)
+            self._phases.end(KV_CACHE)
             self._capture(on_progress, time_limit)
+            self._phases.end(GRAPHS)
         except BaseException:
             self.executor.close()
             raise
@@ -305,6 +310,7 @@ class Runner:
             "cache_bytes": self.cache_bytes,
             "loaded_bytes": self.load_report.bytes_read,
             "load_seconds": self.load_report.seconds,
+            "startup_s": self._phases.seconds,
             "num_threads": torch.get_num_threads(),
             "moe_backend": self.experts_backends,
             "device": self.config.device,
