@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
@@ -16,6 +17,7 @@ from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.channel.messages import States
 from hocket.config.engine import EngineConfig
 from hocket.dist.mesh import Mesh
+from hocket.dist.watchdog import last_resort
 from hocket.errors import HocketError
 from hocket.host import sent
 from hocket.models.base import UBatchInputs
@@ -26,6 +28,7 @@ from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
+from hocket.startup import GRAPHS, KV_CACHE, WEIGHTS, Phases
 from hocket.ubatch.stamps import record_replay
 from hocket.worker import split_worth
 from hocket.worker.build import OnProgress, build, graph_config
@@ -35,7 +38,7 @@ from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
-from hocket.worker.profile import step_bytes
+from hocket.worker.profile import profiled
 from hocket.worker.prompt_logprobs import PromptLogprobs
 from hocket.worker.sampler import Sampler, needs_history
 from hocket.worker.state_record import StateRecord
@@ -47,9 +50,11 @@ class Runner:
     def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         self.config = config
         self.mesh = mesh
+        self._phases = Phases()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(mesh.node_ranks)))
         built = build(config, mesh, on_progress)
+        self._phases.end(WEIGHTS)
         self.model = built.model
         self.experts_backends = ", ".join(backend.name for backend in built.experts)
         self.load_report = built.load_report
@@ -74,7 +79,9 @@ class Runner:
         )
         try:
             self._allocate(on_progress, time_limit)
+            self._phases.end(KV_CACHE)
             self._capture(on_progress, time_limit)
+            self._phases.end(GRAPHS)
         except BaseException:
             self.executor.close()
             raise
@@ -110,7 +117,7 @@ class Runner:
         if sizes := self.graph_config.split_sizes:
             compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
-                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
+                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts.max_model_len))
 
     def _free_bytes(self, on_progress: OnProgress, time_limit: TimeLimit) -> int:
         """What the KV cache may take a share of: on a GPU what the largest step leaves."""
@@ -118,9 +125,11 @@ class Runner:
         if device.type == "cpu":
             return available_bytes(device)
         progress = partial(on_progress, "warm up")
-        needed = step_bytes(self.model, self.executor, self.config, device, time_limit, progress)
+        found = profiled(self.model, self.executor, self.config, self.graph_config, device, time_limit, progress)
+        if self.mesh.rank == 0:
+            split_worth.say_launched(found.compared, self.config)
         torch.cuda.empty_cache()
-        return available_bytes(device) - needed
+        return available_bytes(device) - found.num_bytes
 
     def _ranks_per_device(self) -> int:
         return len(self.mesh.node_ranks) if self.mesh.device.type == "cpu" else 1
@@ -244,6 +253,7 @@ class Runner:
             "cache_bytes": self.cache_bytes,
             "loaded_bytes": self.load_report.bytes_read,
             "load_seconds": self.load_report.seconds,
+            "startup_s": self._phases.seconds,
             "num_threads": torch.get_num_threads(),
             "moe_backend": self.experts_backends,
             "device": self.config.device,
@@ -258,9 +268,18 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers, and give back what transfers took. All ranks together."""
+        """End the ubatch workers, and give back what transfers took. All ranks together.
+
+        Where that waits for all of them it ends this process after a step's limit.
+        """
         self.executor.close()
-        self._transport.close()
+        with last_resort(self.config.step_timeout_s) if self.closes_together else nullcontext():
+            self._transport.close()
+
+    @property
+    def closes_together(self) -> bool:
+        """Whether `close` waits for all ranks."""
+        return self._transport.closes_together
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""
