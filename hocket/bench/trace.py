@@ -77,8 +77,10 @@ def recorded(llm: LLM, said: dict[str, Any]) -> Recording:
 
 
 def _engine_options(options: Options, work: Workload) -> Options:
-    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up."""
-    found = replace(options, enable_prefix_caching=False)
+    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. Prefills
+    replay no graphs, so none are captured for them."""
+    is_eager = options.enforce_eager or work.phase == "prefill"
+    found = replace(options, enable_prefix_caching=False, enforce_eager=is_eager)
     if work.prompts:
         return found
     found = replace(found, skip_tokenizer_init=True)

@@ -17,6 +17,8 @@ from test_stream_lane import Case, bench, case
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from trace_checks import check_events, figures_of
 
+from hocket.bench.trace import Workload, _engine_options
+from hocket.config.options import Options
 from hocket.trace import perfetto
 from hocket.trace.figures import step_figures
 from hocket.trace.gpu_intervals import Kernel, gpu_figures, told_apart
@@ -315,3 +317,10 @@ def test_where_the_profiler_does_not_run(cuda: FakeStreams, caplog: pytest.LogCa
     replay(recorder)
     assert not recorder.steps, "of a replay nothing would be known"
     assert HOST not in (EVENTS, KERNELS)
+
+
+def test_decodes_are_traced_as_they_run() -> None:
+    """In graphs, unless the user wants none; prefills replay none, so none are captured for them."""
+    for phase, eager, expected in (("decode", False, False), ("decode", True, True), ("prefill", False, True)):
+        options = Options.from_dict({"model": "tiny", "enforce_eager": eager})
+        assert _engine_options(options, Workload(phase=phase, num_steps=2)).enforce_eager is expected
