@@ -7,6 +7,7 @@ from typing import Any
 
 from hocket.bench.report import link_of, provenance, strategy_of
 from hocket.bench.requests import check_fits, generate_random
+from hocket.config.backends import COPY_TRANSPORTS
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -78,8 +79,10 @@ def recorded(llm: LLM, said: dict[str, Any]) -> Recording:
 
 def _engine_options(options: Options, work: Workload) -> Options:
     """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. Prefills
-    replay no graphs, so none are captured for them."""
-    is_eager = options.enforce_eager or work.phase == "prefill"
+    replay no graphs, so none are captured for them; and none where copies move tokens, which a profile of a graph does
+    not tell from others."""
+    by_copies = options.emulate_link_gb_per_s is not None or options.all2all_backend in COPY_TRANSPORTS
+    is_eager = options.enforce_eager or work.phase == "prefill" or by_copies
     found = replace(options, enable_prefix_caching=False, enforce_eager=is_eager)
     if work.prompts:
         return found
@@ -117,6 +120,7 @@ def about(options: Options, config: EngineConfig, what: str) -> dict[str, Any]:
         "num_ranks": parallel.data_parallel_size,
         "transport": parallel.all2all_backend,
         "strategy": strategy,
+        "by_copies": link["kind"] == "emulated" or parallel.all2all_backend in COPY_TRANSPORTS,
         "link": link,
         **{name: found[name] for name in ("command", "commit", "date", "hardware", "versions")},
     }

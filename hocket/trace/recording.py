@@ -65,11 +65,12 @@ def recording_of(about: dict[str, Any], ranks: list[list[Step]], *, moves: bool)
         notes = [NO_COMM, *clocks.unaligned(ranks)]
         for step in (step for steps in ranks for step in steps):
             step.spans = [span for span in step.spans if span.lane == COMPUTE]
-    return Recording(about | {"notes": notes + _of_gpus(ranks)}, ranks)
+    return Recording(about | {"notes": notes + _of_gpus(ranks, by_copies=about.get("by_copies", False))}, ranks)
 
 
-def _of_gpus(ranks: list[list[Step]]) -> list[str]:
-    """Where times of GPUs are from."""
+def _of_gpus(ranks: list[list[Step]], *, by_copies: bool) -> list[str]:
+    """Where times of GPUs are from. by_copies: whether copies move tokens, which a profile of a graph does not tell
+    from others."""
     steps = [step for steps in ranks for step in steps]
     notes = []
     if any(step.source == KERNELS for step in steps):
@@ -78,6 +79,8 @@ def _of_gpus(ranks: list[list[Step]]) -> list[str]:
         notes.append("times are those of CUDA events, from launch to launch: gaps between kernels count as compute")
     if any(span.stage is Stage.KERNEL for step in steps for span in step.spans):
         notes.append("decodes are replays of CUDA graphs, whose kernels have no stages (--enforce-eager shows stages)")
+        if by_copies:
+            notes.append("copies move tokens, and in a graph look like compute's: communication is more than is shown")
     return notes
 
 

@@ -320,7 +320,18 @@ def test_where_the_profiler_does_not_run(cuda: FakeStreams, caplog: pytest.LogCa
 
 
 def test_decodes_are_traced_as_they_run() -> None:
-    """In graphs, unless the user wants none; prefills replay none, so none are captured for them."""
-    for phase, eager, expected in (("decode", False, False), ("decode", True, True), ("prefill", False, True)):
-        options = Options.from_dict({"model": "tiny", "enforce_eager": eager})
-        assert _engine_options(options, Workload(phase=phase, num_steps=2)).enforce_eager is expected
+    """In graphs, unless the user wants none; prefills replay none, and of copies in graphs nothing could be told."""
+    decode, prefill = Workload(phase="decode", num_steps=2), Workload(phase="prefill", num_steps=2)
+    for work, given_, expected in (
+        (decode, {}, False),
+        (decode, {"enforce_eager": True}, True),
+        (decode, {"emulate_link_gb_per_s": 10.0}, True),
+        (decode, {"all2all_backend": "nvlink_copy"}, True),
+        (prefill, {}, True),
+    ):
+        assert _engine_options(Options.from_dict({"model": "tiny"} | given_), work).enforce_eager is expected
+    step, kernels = replayed(100, 4)
+    assert fill([step], profile_of([step], [kernels]), 3)
+    for by_copies in (False, True):
+        notes = recording_of({"by_copies": by_copies}, [[step]], moves=True).notes
+        assert any("communication is more than is shown" in note for note in notes) is by_copies
