@@ -106,7 +106,7 @@ class EngineClient:
         self.config = config
         self.group = group
         self.processor = processor
-        self._loads = [RankLoad() for _ in group.ranks]
+        self._loads = {rank: RankLoad() for rank in group.ranks}
         self._silence_checked_at = 0.0
         self._placed: dict[str, _Placed] = {}  # by engine request id
         self.listener: Listener | None = None
@@ -150,7 +150,8 @@ class EngineClient:
     def _check_rank(self, rank: int | None) -> None:
         wrong_type = not isinstance(rank, int) or isinstance(rank, bool)
         if rank is not None and (wrong_type or rank not in self.group.ranks):
-            raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
+            allowed = f"a whole number from {self.group.ranks[0]} to {self.group.ranks[-1]}"
+            raise ConfigError("data_parallel_rank", rank, allowed)
 
     def _assign(self, request: EngineRequest, rank: int | None) -> int:
         """The rank for a request: fewest requests, then fewest tokens; by `balance_by_tokens` the other way round."""
@@ -243,10 +244,11 @@ class EngineClient:
 
     def _check_silence(self, now: float) -> None:
         limit = self.config.step_timeout_s + _SILENCE_GRACE_S
-        for rank, load in enumerate(self._loads):
+        for rank, load in self._loads.items():
             if load.num_requests and now - max(self.group.last_heard[rank], load.busy_since) > limit:
-                self.group.kill()
-                raise RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
+                error = RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
+                self.group.kill(str(error))
+                raise error
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; their RequestOutputs finish with the reason "abort". Unknown ids are ignored."""
@@ -263,12 +265,12 @@ class EngineClient:
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
 
     def num_requests_per_rank(self) -> list[int]:
-        """Unfinished requests of each rank."""
-        return [load.num_requests for load in self._loads]
+        """Unfinished requests of each rank of the group."""
+        return [load.num_requests for load in self._loads.values()]
 
     def num_tokens_per_rank(self) -> list[int]:
         """Tokens that the unfinished requests of each rank may still need computed."""
-        return [load.num_tokens for load in self._loads]
+        return [load.num_tokens for load in self._loads.values()]
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""
@@ -313,7 +315,7 @@ class EngineClient:
         self.group.broadcast(question)
         found: dict[int, Answer] = {}
         deadline = time.monotonic() + (limit_s or self.config.step_timeout_s) + _SILENCE_GRACE_S
-        while len(found) < self.group.world_size:
+        while len(found) < len(self.group.ranks):
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)
                 raise RankLost(f"rank {missing} did not report {what}")

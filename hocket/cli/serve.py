@@ -114,7 +114,8 @@ def serve(
         int | None, typer.Option(help="ranks on this host (default: all)", min=1, rich_help_panel=_HOSTS)
     ] = None,
     data_parallel_start_rank: Annotated[
-        int | None, typer.Option(help="the first of them; with --headless", min=0, rich_help_panel=_HOSTS)
+        int | None,
+        typer.Option(help="the first of them; with --headless or hybrid balancing", min=0, rich_help_panel=_HOSTS),
     ] = None,
     data_parallel_address: Annotated[
         str | None,
@@ -134,6 +135,29 @@ def serve(
             rich_help_panel=_HOSTS,
         ),
     ] = None,
+    data_parallel_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="the one rank of this server, where every rank has a server of its own and something else balances",
+            min=0,
+            show_default=False,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    data_parallel_external_lb: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel-external-lb", help="said by --data-parallel-rank already", rich_help_panel=_HOSTS
+        ),
+    ] = False,
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel-hybrid-lb",
+            help="every host has a server for its own ranks: with --data-parallel-size-local and -start-rank",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = False,
     headless: Annotated[
         bool,
         typer.Option("--headless", help="run ranks for a server on another host, no HTTP here", rich_help_panel=_HOSTS),
@@ -191,5 +215,8 @@ def serve(
         address=data_parallel_address,
         port=data_parallel_rpc_port,
         headless=headless,
+        rank=data_parallel_rank,
+        external_lb=data_parallel_external_lb,
+        hybrid_lb=data_parallel_hybrid_lb,
     )
     run(options, settings, hosts)

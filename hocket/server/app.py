@@ -69,7 +69,7 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     app = FastAPI(title="Hocket", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     errors.install(app)
-    metrics = Metrics(engine.llm.config, names[0], settings.metrics_names)
+    metrics = Metrics(engine.llm.config, names[0], settings.metrics_names, engine.llm.client.group.ranks)
     engine.count_into(metrics)
     app.include_router(_generating(engine, names, settings))
     app.include_router(_texts(engine, names))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hocket.config.options import Options
 from hocket.dist.headless import say
+from hocket.dist.processes import REMIND_S, listed
 from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
@@ -24,13 +25,15 @@ logger = logging.getLogger(__name__)
 _INLINE_CHARS = 2000
 """Shorter texts are tokenised at once: in less time than handing them to a thread takes."""
 _NUM_THREADS = 2
+_LOOK_S = 0.05
+_WORTH_SAYING_S = 1.0
 
 
 class Engine:
     """An LLM that many callers share on the running loop.
 
     restart: when a rank is lost, start all anew; again only after a request was finished since. Otherwise, and when
-    that fails, `on_end` is called with the error.
+    that fails, `on_end` is called with the error. on_leaving: told who, where another host's server was told to end.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Engine:
         restart: bool,
         on_end: Callable[[HocketError], None],
         progress: bool = True,
+        on_leaving: Callable[[str], None] | None = None,
     ) -> None:
         self.llm = llm
         self.options = options
@@ -48,6 +52,7 @@ class Engine:
         """Why no request can be taken now."""
         self._restarts = restart
         self._on_end = on_end
+        self._on_leaving = on_leaving
         self._is_closing = False
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
@@ -63,6 +68,8 @@ class Engine:
         self.llm.client.balance_by_tokens = True
         self.llm.client.listener = self.metrics
         self.client = AsyncClient(self.llm.client, self._lost)
+        if self._on_leaving is not None:
+            self.llm.client.group.watch_leaving(self._on_leaving)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -190,6 +197,22 @@ class Engine:
         self.num_restarts += 1
         self._connect()
         say(f"serving again: {self.llm.summary()}")
+
+    def leave(self) -> None:
+        """Tell the servers of other hosts to end too: they need this one's ranks."""
+        self.llm.client.group.leave()
+
+    async def wait_for_others(self, is_over: Callable[[], bool]) -> None:
+        """Nobody is answered here any more: keep the ranks while other hosts' servers still need them. They know, and
+        have limits of their own. is_over: whether to wait no longer."""
+        group = self.llm.client.group
+        group.drained()
+        said_at = time.monotonic() - REMIND_S + _WORTH_SAYING_S
+        while (needed_by := group.needed_by) and self.client.lost is None and not is_over():
+            if time.monotonic() > said_at + REMIND_S:
+                said_at = time.monotonic()
+                say(f"waiting for the servers with rank {listed(needed_by)} to end; a signal ends all at once")
+            await asyncio.sleep(_LOOK_S)
 
     def drain(self) -> None:
         """Take no more requests, and start nothing anew."""
