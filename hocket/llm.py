@@ -100,7 +100,11 @@ class LLM:
         )
         world_size = self.config.parallel.data_parallel_size
         limit_s = self.config.startup_timeout_s
-        others = others_of(hosts, must_agree(options, hosts), limit_s, on_wait) if hosts is not None else None
+        others = None
+        if hosts is not None:
+            # Servers of their own make the configuration themselves; headless hosts get this one's.
+            alike = must_agree(options, hosts) | ({"device": self.config.device} if hosts.own_server else {})
+            others = others_of(hosts, alike, limit_s, on_wait)
         self._group = group or RankGroup.start(world_size, limit_s, others, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hocket import errors
 from hocket.channel.front import FrontChannel
 from hocket.channel.lobby import Leaving
 from hocket.channel.messages import (
@@ -36,11 +33,12 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
+from hocket.dist.causes import Causes
 from hocket.dist.hosts import FromElsewhere, Hosts
-from hocket.dist.processes import REMIND_S, end_all, how_ended, listed, private_folder, spawn_rank
-from hocket.dist.record import Records, Whereabouts, apart, behind, described, elsewhere, lifeless
-from hocket.dist.servers import Member, Others
-from hocket.errors import HocketError, RankLost, StepDesync
+from hocket.dist.processes import REMIND_S, end_all, listed, private_folder, spawn_rank
+from hocket.dist.record import Records
+from hocket.dist.servers import Others
+from hocket.errors import HocketError, RankLost
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, int, int], None]
@@ -48,13 +46,7 @@ OnWait = Callable[[str], None]
 """Told "waiting for rank 1 to start", and again whenever one of those has come."""
 _POLL_S = 0.1
 _CHECK_S = 0.2
-_GATHER_CAUSES_S = 2.0
-_VERDICT_S = 4.0
-"""How long a server waits for what the first one makes of a failure, which gathers reports meanwhile."""
 _CLOSE_S = 5.0
-_SHARE_OF_LIMIT = 0.5
-"""Of a step's limit: a process that has not run for so long is what the others waited for, since they waited it all."""
-_ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
 
 
 def under_torchrun() -> bool:
@@ -81,11 +73,11 @@ class RankGroup:
         self._hosts = hosts
         self._startup_timeout_s = startup_timeout_s
         self._on_wait = on_wait
-        self._device, self._step_timeout_s = "cpu", math.inf
         self._folder = private_folder()
         self._channel = FrontChannel(_bind_address(self._folder, hosts))
         self._records = Records(self._folder, world_size, create=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._causes = Causes(world_size, self._channel, self._processes, self._records, hosts)
         self._waves_announced = 0
         self.on_leaving: Callable[[str], None] | None = None
         """Told who, where another host's server was told to end: this one should too."""
@@ -135,7 +127,7 @@ class RankGroup:
 
     def configure(self, config: EngineConfig, on_progress: OnProgress | None = None) -> list[dict[str, Any]]:
         """Build the engine on every rank; returns each rank's start-up facts, by rank."""
-        self._device, self._step_timeout_s = config.device, config.step_timeout_s
+        self._causes.device, self._causes.step_timeout_s = config.device, config.step_timeout_s
         self.broadcast(Configure(config=config))
         ready = self._wait_for(Ready, config.startup_timeout_s, "become ready", on_progress)
         if self._hosts is not None:
@@ -317,106 +309,15 @@ class RankGroup:
             if code is None:
                 continue
             self._hear_last_words()  # which may still be on the way
-            found = self._records.read()
-            error = self._cause_of_death(rank, code, found)
+            error = self._causes.of_death(rank, code)
             self.kill(str(error), type(error).__name__)
-            raise type(error)(f"{error}{_where(found)}")
-
-    def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
-        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step. (NCCL
-        aborts one that waited too long.)"""
-        how = f"rank {rank} ended unexpectedly ({how_ended(code)})"
-        if code == -signal.SIGABRT and self._device == "cpu" and (odd := apart(found) or elsewhere(found, rank)):
-            return StepDesync(f"rank {listed(odd)} took one transfer for another; {how}")
-        return RankLost(how)
+            raise error
 
     def _fail(self, first: Failed) -> None:
         """Raise the first cause, after all processes ended."""
-        error = self._verdict(first) or self._judged(first)
+        error = self._causes.of(first)
         self.kill(str(error), type(error).__name__)
         raise error
-
-    def _verdict(self, first: Failed) -> HocketError | None:
-        """What the first server makes of a failure, which hears of those on all hosts; None where this one must."""
-        if not isinstance(self._hosts, Member):
-            return None
-        self._hosts.report(first)
-        deadline = time.monotonic() + _VERDICT_S
-        while time.monotonic() < deadline:
-            try:
-                self._hosts.check()
-            except HocketError as error:
-                return error
-            if (killed := self._killed(self._records.read())) is not None:
-                return killed
-            for message in self._channel.receive(_POLL_S):
-                if isinstance(message, Failed):
-                    self._hosts.report(message)
-        return None
-
-    def _judged(self, first: Failed) -> HocketError:
-        """An error of its own counts before one that only saw another rank go."""
-        reports = [first]
-        deadline = time.monotonic() + _GATHER_CAUSES_S
-        is_over = False
-        while not is_over and time.monotonic() < deadline and all(r.kind == RankLost.__name__ for r in reports):
-            is_over = not self._may_still_speak(reports)
-            messages: list[RankMessage | FromElsewhere] = [*self._channel.receive(_POLL_S)]
-            try:
-                messages += self._hosts.check() if self._hosts is not None and self.is_part else []
-            except HocketError:  # which is the cause: asked again it says so
-                is_over = True
-            reports += [m for m in messages if isinstance(m, Failed)]
-        cause = next((report for report in reports if report.kind != RankLost.__name__), first)
-        return self._error_of(cause, reports)
-
-    def _may_still_speak(self, reports: list[Failed]) -> set[int]:
-        """Ranks without a report whose process has not ended, as far as is known."""
-        ended = {rank for rank, process in self._processes.items() if process.poll() is not None}
-        return set(range(self.world_size)) - ended - {report.rank for report in reports}
-
-    def _error_of(self, cause: Failed, reports: list[Failed]) -> HocketError:
-        """What to raise for a report: with the rank that is to blame, and where each one was, if it is about ranks."""
-        found = self._records.read()
-        message = cause.message
-        if cause.kind in _ABOUT_RANKS:
-            message += _where(found)
-            if cause.kind == RankLost.__name__ and (lost := self._find_lost(reports, found)):
-                return errors.revive(type(lost).__name__, f"{lost}; first noticed by rank {cause.rank}: {message}")
-            message = f"on rank {cause.rank}: {message}"
-            if cause.kind == StepDesync.__name__ and (odd := apart(found) or elsewhere(found, cause.rank)):
-                message = f"rank {listed(odd)} is out of step; {message}"
-        error = errors.revive(cause.kind, message)
-        error.add_note(f"on rank {cause.rank}:\n{cause.details}")
-        return error
-
-    def _find_lost(self, reports: list[Failed], found: dict[int, Whereabouts]) -> HocketError | None:
-        """The rank that others lost: one that was killed, else of those that say nothing one that does not run or, as
-        far as is known all do, is waited for; else one of all that is.
-
-        A rank may say nothing only because it is slow: its own time-out comes, or its report arrives, later than others.
-        """
-        if (killed := self._killed(found)) is not None:
-            return killed
-        try:
-            if self._hosts is not None:
-                self._hosts.check()
-        except HocketError as error:
-            return error
-        late = behind(found)
-        silent = set(range(self.world_size)) - {report.rank for report in reports}
-        stopped = silent & lifeless(found, _SHARE_OF_LIMIT * self._step_timeout_s)
-        if silent:
-            return RankLost(f"rank {listed(stopped or silent & late or silent)} stopped answering")
-        return RankLost(f"rank {listed(late)} did not take part in a transfer") if late else None
-
-    def _killed(self, found: dict[int, Whereabouts]) -> HocketError | None:
-        """The error of a rank here that a signal ended."""
-        for rank, process in self._processes.items():
-            code = process.poll()
-            if code is not None and code < 0:
-                return self._cause_of_death(rank, code, found)
-        return None
 
     def close(self) -> None:
         """Ask every rank to end, wait, and kill what is left."""
@@ -453,10 +354,6 @@ class RankGroup:
 
 
 
-
-
-def _where(found: dict[int, Whereabouts]) -> str:
-    return f" ({described(found)})" if found else ""
 
 
 def _bind_address(folder: str, hosts: Others | None) -> str:

@@ -19,8 +19,9 @@ from hocket.config.hosts import HostConfig
 from hocket.dist import headless, processes
 from hocket.dist import hosts as hosts_module
 from hocket.dist.headless import run_ranks
-from hocket.dist.hosts import Hosts, Roster
+from hocket.dist.hosts import Hosts
 from hocket.dist.interfaces import interface_to
+from hocket.dist.roster import Roster
 from hocket.errors import ConfigError, HocketError, RankLost
 
 LIMIT_S = 20.0
@@ -282,6 +283,17 @@ def test_flags_of_one_host_and_of_many() -> None:
     assert (other.ranks, other.port) == (range(2, 4), 5)
 
 
+def test_flags_of_a_server_on_every_host() -> None:
+    for given in ({"rank": 3}, {"rank": 3, "external_lb": True, "size_local": 1, "start_rank": 3}):
+        one = flags(**given)
+        assert one is not None
+        assert (one.ranks, one.own_server, one.is_first, one.address) == (range(3, 4), True, False, "127.0.0.1")
+    first = flags(hybrid_lb=True, start_rank=0, size_local=2, address="10.0.0.1")
+    assert first is not None
+    assert (first.ranks, first.own_server, first.is_first) == (range(2), True, True)
+    assert flags(hybrid_lb=True, start_rank=0, size_local=4) is None  # one server for all ranks is as ever
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -294,6 +306,16 @@ def test_flags_of_one_host_and_of_many() -> None:
         ({"size_local": 5}, "data_parallel_size_local"),
         ({"address": "a"}, "data_parallel_size_local"),
         ({"world_size": 1, "size_local": 2}, "data_parallel_size_local"),
+        ({"external_lb": True}, "data_parallel_rank: None"),
+        ({"rank": 4}, "data_parallel_rank: 4 .* 0 to 3"),
+        ({"rank": 0, "world_size": 1}, "data_parallel_size: 1"),
+        ({"rank": 1, "size_local": 2}, "data_parallel_size_local: 2 .*hybrid"),
+        ({"rank": 1, "start_rank": 2}, "data_parallel_start_rank: 2"),
+        ({"rank": 1, "hybrid_lb": True}, "data_parallel_hybrid_lb"),
+        ({"rank": 1, "headless": True, "address": "a"}, "headless"),
+        ({"hybrid_lb": True, "size_local": 2}, "data_parallel_start_rank: None"),
+        ({"hybrid_lb": True, "start_rank": 2}, "data_parallel_size_local: None"),
+        ({"hybrid_lb": True, "start_rank": 3, "size_local": 2}, "data_parallel_start_rank: 3 .* 0 to 2"),
     ],
 )
 def test_flags_that_contradict_each_other(given: dict[str, Any], field: str) -> None:
