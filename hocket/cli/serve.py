@@ -33,7 +33,7 @@ def serve(
     ] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="name in the API, if not the model's; may be given again", rich_help_panel=_SERVER),
+        typer.Option(help="names in the API, one or more, if not the model's", rich_help_panel=_SERVER),
     ] = None,
     api_key: Annotated[
         list[str] | None,

@@ -98,3 +98,36 @@ def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.argv", ["hocket", "serve", "some/model", "--api-key", "other"])
     assert main() == 0
     assert given == [("some/model", ("other", "secret"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "names"),
+    [
+        (("m", "--served-model-name", "a", "b", "--port", "0"), "m", ("a", "b")),
+        (("--port", "0", "--enable-dbo", "m", "--served-model-name", "a", "b", "c"), "m", ("a", "b", "c")),
+        (("--served-model-name", "a", "b", "--model", "m"), "m", ("a", "b")),
+        (("m", "--served-model-name", "a", "--served-model-name", "b", "c"), "m", ("a", "b", "c")),
+        (("--port=0", "--served-model-name", "a", "m"), "m", ("a",)),  # the last one is MODEL, which is nowhere else
+        (("--served-model-name", "a"), "tiny", ("a",)),
+        (("m", "--served-model-name=a"), "m", ("a",)),
+    ],
+)
+def test_a_model_may_have_several_names(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], model: str, names: tuple[str, ...]
+) -> None:
+    from hocket.server import run
+
+    given = []
+    monkeypatch.setattr(
+        run, "serve", lambda options, settings, hosts: given.append((options.model, settings.served_model_names))
+    )
+    monkeypatch.setattr("sys.argv", ["hocket", "serve", *arguments])
+    assert main() == 0
+    assert given == [(model, names)]
+
+
+def test_names_without_an_option_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "(b)" in refusal(monkeypatch, capsys, "m", "b", "--served-model-name", "a")
+    assert "served_model_name: ''" in refusal(monkeypatch, capsys, "m", "--served-model-name", "--port", "0")
