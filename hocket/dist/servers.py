@@ -56,7 +56,7 @@ class Lead(Hosts):
 
     def _without(self, names: set[bytes]) -> list[int]:
         """Ranks of the hosts that are not among `names`."""
-        return [rank for name, guest in self._roster.guests.items() if name not in names for rank in guest.ranks]
+        return sorted(rank for name, one in self._roster.guests.items() if name not in names for rank in one.ranks)
 
     def ready(self) -> None:
         self._is_ready = True

@@ -88,7 +88,10 @@ class Profiler:
     def _write(self, ranks: list[list[Step]], number: int) -> dict[str, Any]:
         """On a thread."""
         assert self._folder is not None
-        recording = Recording(about(self._engine.options, self._engine.llm.config, "served"), ranks)
+        what = about(self._engine.options, self._engine.llm.config, "served")
+        if first := self._engine.llm.client.group.ranks[0]:
+            what["first_rank"] = first
+        recording = Recording(what, ranks)
         name = f"profile-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         html, events = (Path(self._folder, f"{name}.{ending}") for ending in ("html", "json"))
         page.write({"": recording}, html)

@@ -44,6 +44,7 @@ def _panel(label: str, recording: Recording) -> dict[str, Any]:
         "title": recording.title,
         "command": recording.about.get("command", ""),
         "numUbatches": recording.num_ubatches,
+        "firstRank": recording.first_rank,
         "typical": typical_step(recording),
         "mean": [_figures(one) for one in recording.figures()],
         "steps": [_step([steps[number] for steps in recording.ranks], base_ns) for number in numbers],

@@ -13,7 +13,8 @@ from hocket.trace.spans import Step
 class Recording:
     """`ranks`: by rank, the recorded steps, the same number on each; all times are of one host's clock.
 
-    about: plain values, among them `title`, one line that says what ran and, where the link was emulated, that it was.
+    about: plain values, among them `title`, one line that says what ran and, where the link was emulated, that it was,
+    and `first_rank`, where these are not all ranks.
     """
 
     about: dict[str, Any]
@@ -22,6 +23,11 @@ class Recording:
     @property
     def title(self) -> str:
         return str(self.about.get("title", ""))
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first of `ranks` among all."""
+        return int(self.about.get("first_rank", 0))
 
     @property
     def base_ns(self) -> int:

@@ -100,13 +100,15 @@ def together(servers: Servers, *numbers: int) -> list[list[str]]:
     return [found[number] for number in numbers]
 
 
-def test_a_server_for_every_rank(servers: Servers, right: list[str]) -> None:
+def test_a_server_for_every_rank(servers: Servers, right: list[str], tmp_path: Path) -> None:
     """Both split steps and answer right, together and alone; one that is told to end lets the other finish."""
-    one = servers.start("--data-parallel-rank", "1")  # in any order
+    one = servers.start("--data-parallel-rank", "1", "--profile-dir", str(tmp_path))  # in any order
     first = servers.start("--data-parallel-rank", "0", "--data-parallel-external-lb")
     servers.commands.reverse()
     assert together(servers, 0, 1) == [right, right]
+    servers.ask(1, "POST", "/start_profile")
     assert servers.complete(1) == right  # rank 0 has nothing to do, and steps
+    assert '"firstRank":1' in Path(servers.ask(1, "POST", "/stop_profile").json()["page"]).read_text()
     for number in range(2):
         split = servers.metric(number, "overlap_steps_total", reason="split")
         assert list(split) == [str(number)]
