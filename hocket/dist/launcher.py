@@ -107,8 +107,12 @@ class RankGroup:
                 hosts.start(group._channel.address)
             group._spawn_all()
             group._wait_for(Hello, startup_timeout_s, "start")
+        except HocketError as error:
+            group.kill(str(error), type(error).__name__)
+            raise
         except BaseException as error:
-            group.kill(str(error) or type(error).__name__, type(error).__name__)
+            was_told = isinstance(error, KeyboardInterrupt)
+            group.kill("it was told to end" if was_told else f"{type(error).__name__}: {error}")
             raise
         return group
 

@@ -25,6 +25,7 @@ from hocket.request import SamplingParams
 pytest.importorskip("fastapi")
 ENGINE = ("--enable-expert-parallel", "--enable-dbo", "--startup-timeout", "60")
 SPLIT = ("--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "2")
+NUM_TOKENS = 120
 PROMPTS = ["In the beginning", "The lady was", "One day", "He said"]
 
 
@@ -120,7 +121,7 @@ def test_a_server_for_every_rank(servers: Servers, right: list[str], tmp_path: P
     stream = Stream(servers.port(0))
     one.process.send_signal(signal.SIGTERM)
     first.wait_for("ends: finishing 1 requests")
-    assert stream.finished() == ("length", 300)
+    assert stream.finished() == ("length", NUM_TOKENS)
     assert first.ended() == one.ended() == 0
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
@@ -140,8 +141,8 @@ class Stream:
         assert self._has_begun.wait(LIMIT_S)
 
     def _read(self, url: str) -> None:
-        body = {"prompt": "One day", "max_tokens": 300, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        with httpx.stream("POST", url, json=body, timeout=LIMIT_S) as answer:
+        body = {"prompt": "One day", "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        with httpx.stream("POST", url, json=body | {"stream": True}, timeout=LIMIT_S) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
                     continue
