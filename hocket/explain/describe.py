@@ -117,7 +117,7 @@ def _traits(config: EngineConfig) -> dict[str, Any]:
     """Of the transport that would run, over the emulated link where there is one."""
     found = traits(config.parallel.all2all_backend)
     if config.parallel.emulated_link is not None:
-        found |= {"is_apart": LinkEmulator.is_apart, "max_sms": LinkEmulator.max_sms}
+        found |= {"is_apart": LinkEmulator.is_apart}
     return found
 
 

@@ -49,7 +49,13 @@ def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[s
     ids, weights = _choices(config, SAMPLE_TOKENS)
     hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
     counted = transport_class(name).sent_bytes(
-        Tokens(placement=placement, ids=ids, hidden_size=hidden_size, dtype=dtype)
+        Tokens(
+            placement=placement,
+            ids=ids,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            num_ubatches=config.overlap.num_ubatches,
+        )
     )
     if counted is None:
         counted = _run(name, config, placement, ids[:num_tokens], weights[:num_tokens])

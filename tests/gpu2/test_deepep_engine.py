@@ -16,11 +16,11 @@ from nan_answers import SpoiltGroups, assert_nan_changes_nothing
 from test_bf16 import COMMON, FEW, LENGTHS, MAX_SEQS, NUM_TOKENS
 from test_graphs import assert_a_killed_rank_is_named
 
-from hocket.config.backends import GPU_TRANSPORTS
 from hocket.moe.transport.deepep_library import unavailable_reason
 
 REASON = unavailable_reason("deepep_low_latency", "cuda")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+DEEPEP = ("deepep_high_throughput", "deepep_low_latency")
 CELLS = [
     ("deepep_high_throughput", "triton_grouped", "greenlet", 2),
     ("deepep_high_throughput", "deep_gemm", "thread", 3),
@@ -99,13 +99,13 @@ def test_as_right_from_graphs(groups: Groups, judge: Judge, experts: str, execut
     assert found.faults() == []
 
 
-@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+@pytest.mark.parametrize("transport", DEEPEP)
 def test_nan_in_unset_memory_and_padding(groups: Groups, spoilt: SpoiltGroups, judge: Judge, transport: str) -> None:
     options = COMMON | {"cudagraph_capture_sizes": f"{MAX_SEQS}", "all2all_backend": transport}
     assert_nan_changes_nothing(judge, groups, spoilt, attention_backend="flashinfer", **options)
 
 
-@pytest.mark.parametrize("transport", GPU_TRANSPORTS)
+@pytest.mark.parametrize("transport", DEEPEP)
 def test_a_killed_rank_is_named(judge: Judge, transport: str) -> None:
     """Although the other one's kernels would wait much longer than a step may take."""
     options = COMMON | {"all2all_backend": transport, "enforce_eager": True, "step_timeout": 10.0}

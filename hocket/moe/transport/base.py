@@ -91,13 +91,14 @@ class DispatchedByExpert(Received):
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """max_tokens: rows of a rank in one step; top_k: experts of a token; dtype: of hidden states; num_local_ranks: how
-    many of the ranks are on this host."""
+    many of the ranks are on this host; num_ubatches: calls that may be under way at once."""
 
     max_tokens: int
     hidden_size: int
     top_k: int
     dtype: torch.dtype
     num_local_ranks: int
+    num_ubatches: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig, num_local_ranks: int) -> StepSizes:
@@ -108,17 +109,19 @@ class StepSizes:
             top_k=config.model.moe.top_k,
             dtype=getattr(torch, config.dtype),
             num_local_ranks=num_local_ranks,
+            num_ubatches=config.overlap.num_ubatches,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens whose way is to be counted: ids int64 [T, K] of their experts."""
+    """Tokens whose way is to be counted: ids int64 [T, K] of their experts, in steps of num_ubatches."""
 
     placement: ExpertPlacement
     ids: Tensor
     hidden_size: int
     dtype: torch.dtype
+    num_ubatches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
