@@ -12,11 +12,13 @@ import pytest
 from test_hosts import AGREED, LIMIT_S, answer, free_port, joining
 
 from hocket.channel.lobby import Leaving, Left, LobbyGuest, Waiting
-from hocket.channel.messages import Failed, NeedWake, Wake
+from hocket.channel.messages import Failed, FrontMessage, Hello, NeedWake, Wake
+from hocket.channel.rank import RankChannel
 from hocket.config.hosts import HostConfig
 from hocket.dist.hosts import FromElsewhere
+from hocket.dist.launcher import RankGroup
 from hocket.dist.servers import Lead, Member, Others, others_of
-from hocket.errors import ConfigError, HocketError, RankLost, StepDesync
+from hocket.errors import ConfigError, HocketError, RankLost, StepDesync, UBatchFailed
 
 
 class Three:
@@ -176,3 +178,127 @@ def test_servers_that_were_given_something_else_are_refused() -> None:
     gathered.join(LIMIT_S)
     for one in (lead, member):
         one.close("the test is over")
+
+
+# -- groups of ranks over them ----------------------------------------------------------------------------------------
+
+
+class Groups:
+    """A RankGroup for each server, and the ranks' ends of their channels."""
+
+    def __init__(self, three: Three) -> None:
+        self.told: list[list[str]] = [[], [], []]
+        self.groups = [RankGroup(4, LIMIT_S, one, told.append) for one, told in zip(three.all, self.told, strict=True)]
+        self.ranks: dict[int, RankChannel] = {}
+        for group in self.groups:
+            for rank in group.ranks:
+                self.ranks[rank] = RankChannel(group._channel.address, rank)
+                self.ranks[rank].send(Hello(rank=rank, pid=1))
+        for group in self.groups:
+            seen = set[int]()
+            while seen < set(group.ranks):
+                seen |= {message.rank for message in group.receive(0.1)}
+
+    def received(self) -> dict[int, list[FrontMessage]]:
+        """What each rank is told by the next round of looks."""
+        for group in self.groups:
+            group.receive(0.0)
+        return {rank: channel.receive(block=False) for rank, channel in self.ranks.items()}
+
+    def losses(self) -> list[HocketError | None]:
+        """What each group ends with, all looking at the same time."""
+        found: list[HocketError | None] = [None, None, None]
+
+        def look(number: int) -> None:
+            deadline = time.monotonic() + LIMIT_S
+            try:
+                while time.monotonic() < deadline:
+                    self.groups[number].receive(0.05)
+            except HocketError as error:
+                found[number] = error
+
+        threads = [threading.Thread(target=look, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LIMIT_S)
+        return found
+
+    def close(self) -> None:
+        for channel in self.ranks.values():
+            channel.close()
+        for group in self.groups:
+            group.kill("the test is over")
+
+
+@pytest.fixture
+def groups(three: Three) -> Iterator[Groups]:
+    made = Groups(three)
+    yield made
+    made.close()
+
+
+def test_groups_wake_all_ranks_once_a_wave(groups: Groups) -> None:
+    told: dict[int, list[FrontMessage]] = {rank: [] for rank in range(4)}
+    deadline = time.monotonic() + LIMIT_S
+    for asks in (3, 0, 1):  # the others' asking comes too late
+        groups.ranks[asks].send(NeedWake(rank=asks, wave=2))
+        while not all(told.values()):
+            assert time.monotonic() < deadline, told
+            for rank, messages in groups.received().items():
+                told[rank] += messages
+    for _ in range(50):
+        for rank, messages in groups.received().items():
+            told[rank] += messages
+        time.sleep(0.002)
+    assert told == {rank: [Wake(wave=2)] for rank in range(4)}
+
+
+def test_groups_wait_for_the_ranks_of_others_and_say_so(groups: Groups) -> None:
+    done: list[int] = []
+
+    def wait(number: int) -> None:
+        group = groups.groups[number]
+        assert group._hosts is not None
+        group._wait_for_others(group._hosts)
+        done.append(number)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    for told in groups.told[:2]:
+        wait_until(lambda told=told: "waiting for rank 2, 3 to become ready on another host" in told)  # type: ignore[misc]
+    assert not done
+    threads[2].start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_all_groups_end_with_the_first_cause_wherever_it_was(groups: Groups) -> None:
+    """Rank 3 only saw another one go; what happened to rank 1 is said later."""
+    groups.ranks[3].send(Failed(rank=3, kind="RankLost", message="the exchange failed", details=""))
+    late = threading.Timer(
+        0.3, groups.ranks[1].send, (Failed(rank=1, kind="UBatchFailed", message="no memory", details="…"),)
+    )
+    late.start()
+    found = groups.losses()
+    late.join()
+    assert [type(error) for error in found] == [UBatchFailed] * 3
+    assert {str(error) for error in found} == {"no memory"}
+    assert all(group.closed for group in groups.groups)
+
+
+def test_a_rank_that_nobody_reports_is_named_to_all(groups: Groups) -> None:
+    for rank in (0, 1, 3):
+        groups.ranks[rank].send(Failed(rank=rank, kind="RankLost", message="the exchange failed", details=""))
+    found = groups.losses()
+    assert [type(error) for error in found] == [RankLost] * 3
+    assert all(str(error).startswith("rank 2 stopped answering; first noticed by rank") for error in found)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
