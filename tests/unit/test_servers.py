@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from test_hosts import AGREED, LIMIT_S, answer, free_port, joining
 
 from hocket.channel.lobby import Leaving, Left, LobbyGuest, Waiting
-from hocket.channel.messages import Failed, FrontMessage, Hello, NeedWake, Wake
+from hocket.channel.messages import Failed, FrontMessage, Hello, NeedWake, Ready, Wake
 from hocket.channel.rank import RankChannel
 from hocket.config.hosts import HostConfig
+from hocket.config.options import Options
+from hocket.config.resolve import resolve
 from hocket.dist.hosts import FromElsewhere
 from hocket.dist.launcher import RankGroup
 from hocket.dist.servers import Lead, Member, Others, others_of
@@ -255,24 +258,24 @@ def test_groups_wake_all_ranks_once_a_wave(groups: Groups) -> None:
 
 
 def test_groups_wait_for_the_ranks_of_others_and_say_so(groups: Groups) -> None:
-    done: list[int] = []
-
-    def wait(number: int) -> None:
-        group = groups.groups[number]
-        assert group._hosts is not None
-        group._wait_for_others(group._hosts)
-        done.append(number)
-
-    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
-    for thread in threads[:2]:
+    config = resolve(Options.from_dict({"device": "cpu", "data_parallel_size": 4, "enable_expert_parallel": True}))
+    done: dict[int, list[dict[str, Any]]] = {}
+    threads = [
+        threading.Thread(target=lambda n=n, group=group: done.update({n: group.configure(config)}))
+        for n, group in enumerate(groups.groups)
+    ]
+    for thread in threads:
         thread.start()
+    for rank in (0, 1, 2):
+        groups.ranks[rank].send(Ready(rank=rank, info={"rank": rank}))
     for told in groups.told[:2]:
         wait_until(lambda told=told: "waiting for rank 2, 3 to become ready on another host" in told)  # type: ignore[misc]
+    assert groups.told[2][-1] == "waiting for rank 3 to become ready"
     assert not done
-    threads[2].start()
+    groups.ranks[3].send(Ready(rank=3, info={"rank": 3}))
     for thread in threads:
         thread.join(LIMIT_S)
-    assert sorted(done) == [0, 1, 2]
+    assert done == {0: [{"rank": 0}], 1: [{"rank": 1}], 2: [{"rank": 2}, {"rank": 3}]}
 
 
 def test_all_groups_end_with_the_first_cause_wherever_it_was(groups: Groups) -> None:
