@@ -166,12 +166,16 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
     Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
-    On many hosts: one command on each (docs/many-nodes.md), or torchrun.
+    On many hosts: one command on each, or torchrun; or a server for each rank or host (docs/many-nodes.md).
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
 
     hocket serve tiny --data-parallel-size 2 --enable-expert-parallel
+
+    The second of two servers with a rank each:
+
+    hocket serve tiny --data-parallel-size 2 --enable-expert-parallel --data-parallel-rank 1 --port 8001
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "In the beginning"}'
     """

@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hocket.channel.front import FrontChannel
@@ -149,9 +149,9 @@ class RankGroup:
     def _send(self, ranks: Iterable[int], message: ToRank) -> None:
         try:
             self._channel.send(ranks, message)
-        except RankLost:
+        except RankLost as error:
             self._check_processes()  # knows more about why
-            self.kill()
+            self.kill(str(error))
             raise
 
     def receive(self, timeout_s: float) -> list[RankMessage]:
@@ -181,10 +181,10 @@ class RankGroup:
         has_from_elsewhere = self._hosts is not None and self.is_part and self._hosts.has_messages()
         return has_from_elsewhere or self._channel.has_messages()
 
-    def _heard(self, wait_s: float) -> list[RankMessage | FromElsewhere]:
+    def _heard(self, wait_s: float) -> Sequence[RankMessage | FromElsewhere]:
         """What has arrived from ranks here and servers elsewhere; waits for the first."""
         if not self.is_part:
-            return [*self._channel.receive(wait_s)]
+            return self._channel.receive(wait_s)
         if wait_s > 0 and not self.has_messages():
             poller = select.poll()
             for fd in self.filenos():
@@ -197,11 +197,8 @@ class RankGroup:
         kept: list[RankMessage] = []
         now = time.monotonic()
         for message in messages:
-            if isinstance(message, Wake):
-                self.broadcast(message)
-                continue
-            if isinstance(message, Leaving):
-                self._tell_leaving(message.who)
+            if isinstance(message, Wake | Leaving):
+                self._obey(message)
                 continue
             self.last_heard[message.rank] = now
             if isinstance(message, NeedWake):
@@ -235,10 +232,14 @@ class RankGroup:
                 logger.warning("waiting for rank %s to become ready on another host", missing)
             self.receive(_POLL_S)
 
-    def _tell_leaving(self, who: str) -> None:
-        self._leaving = who
+    def _obey(self, message: Wake | Leaving) -> None:
+        """What another host's server says to this one."""
+        if isinstance(message, Wake):
+            self.broadcast(message)
+            return
+        self._leaving = message.who
         if self.on_leaving is not None:
-            self.on_leaving(who)
+            self.on_leaving(message.who)
 
     def watch_leaving(self, on_leaving: Callable[[str], None]) -> None:
         """Have it told, also of what was said before, that another host's server ends and this one should."""
@@ -274,8 +275,9 @@ class RankGroup:
                 self._on_wait(f"waiting for rank {missing} to {verb}")
                 said = missing
             if now > deadline:
-                self.kill()
-                raise RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
+                error = RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
+                self.kill(str(error))
+                raise error
             if now > said_at + REMIND_S and self._has_ranks_elsewhere():
                 said_at = now
                 logger.warning("waiting for rank %s to %s, for up to %.0f s more", missing, verb, deadline - now)
@@ -286,7 +288,7 @@ class RankGroup:
                         self.pids[message.rank] = message.pid
                 elif isinstance(message, Progress):
                     deadline = time.monotonic() + timeout_s  # loading a large model may take longer, while it moves
-                    if on_progress is not None and message.rank == 0:
+                    if on_progress is not None and message.rank == self.ranks[0]:
                         on_progress(message.phase, message.done, message.total)
         return seen
 
