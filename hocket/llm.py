@@ -28,6 +28,7 @@ from hocket.processor import Processor
 from hocket.progress import Bar, StartUpBars
 from hocket.prompt import parse_prompts
 from hocket.request import SamplingParams
+from hocket.startup import StartUp
 from hocket.tokenizer.idioms import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class LLM:
             generation_config=GenerationConfig.from_pretrained(self.config.model_path),
             seed=options.seed,
         )
+        front_s = time.perf_counter() - started
         world_size = self.config.parallel.data_parallel_size
         limit_s = self.config.startup_timeout_s
         others = None
@@ -116,7 +118,9 @@ class LLM:
             self.close()
             raise
         self.client = EngineClient(self.config, self._group, self._processor)
-        self._startup_s = time.perf_counter() - started
+        of_ranks = [rank["startup_s"] for rank in self.ranks]
+        ready, first_rank = time.perf_counter(), self._group.ranks[0]
+        self.startup = StartUp(began=started, ready=ready, front_s=front_s, ranks=of_ranks, first_rank=first_rank)
         logger.info("%s", self.summary())
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -217,14 +221,14 @@ class LLM:
         if config.overlap.num_ubatches > 1:
             experts += f", {config.overlap.num_ubatches} ubatches ({config.overlap.executor})"
         blocks = " / ".join(str(n) for n in sorted({rank["num_blocks"] for rank in ranks}))
-        threads = ranks[0]["num_threads"]
+        threads, ready_s = ranks[0]["num_threads"], self.startup.total_s
         many = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
         if len(ranks) < parallel.data_parallel_size and self.hosts is not None:
             many = f"rank {listed(self.hosts.ranks)} of {parallel.data_parallel_size}"
         return (
             f"{self.options.model} ({config.model.model_type}, {config.dtype}): {many} on {config.device}, "
             f"{threads} thread{'s' * (threads > 1)} each, {experts}; "
-            f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {self._startup_s:.1f} s"
+            f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {ready_s:.1f} s"
         )
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:

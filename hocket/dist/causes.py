@@ -57,7 +57,7 @@ class Causes:
         """The cause, where a rank's process on this host ended."""
         found = self._records.read()
         error = self._cause_of_death(rank, exit_code, found)
-        return type(error)(f"{error}{_where(found)}")
+        return type(error)(f"{error}{where(found)}")
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
         """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step. (NCCL
@@ -111,7 +111,7 @@ class Causes:
         found = self._records.read()
         message = cause.message
         if cause.kind in _ABOUT_RANKS:
-            message += _where(found)
+            message += where(found)
             if cause.kind == RankLost.__name__ and (lost := self._find_lost(reports, found)):
                 return errors.revive(type(lost).__name__, f"{lost}; first noticed by rank {cause.rank}: {message}")
             message = f"on rank {cause.rank}: {message}"
@@ -150,5 +150,6 @@ class Causes:
         return None
 
 
-def _where(found: dict[int, Whereabouts]) -> str:
+def where(found: dict[int, Whereabouts]) -> str:
+    """In brackets, for the end of a line: where each rank is; "" where none is known."""
     return f" ({described(found)})" if found else ""

@@ -33,7 +33,7 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
-from hocket.dist.causes import Causes
+from hocket.dist.causes import Causes, where
 from hocket.dist.hosts import FromElsewhere, Hosts
 from hocket.dist.processes import REMIND_S, end_all, listed, private_folder, spawn_rank
 from hocket.dist.record import Records
@@ -341,6 +341,9 @@ class RankGroup:
             for process in self._processes.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(deadline - time.monotonic(), 0.01))
+            if left := [rank for rank, process in self._processes.items() if process.poll() is None]:
+                said = "rank %s did not end within %g s of being told to: killed%s"
+                logger.warning(said, listed(left), _CLOSE_S, where(self._records.read()))
         finally:  # also when Ctrl-C comes a second time
             self.kill("")
 

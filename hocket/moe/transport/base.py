@@ -115,24 +115,27 @@ class StepSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens whose way is to be counted: ids int64 [T, K] of their experts, in steps of num_ubatches."""
+    """Tokens whose way is to be counted: ids int64 [T, K] of their experts, in steps of num_ubatches. may_be_fp8: as
+    after `send_fp8`."""
 
     placement: ExpertPlacement
     ids: Tensor
     hidden_size: int
     dtype: torch.dtype
     num_ubatches: int = 1
+    may_be_fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentBytes:
     """To other ranks, there and back; received: what the rows take that came, if the others send alike; reserved: what
-    the transport holds all the time, if steps are no larger."""
+    the transport holds all the time, if steps are no larger; is_fp8: whether dispatched rows are."""
 
     dispatch: int
     combine: int
     received: int
     reserved: int = 0
+    is_fp8: bool = False
 
 
 class Transport(ABC):
@@ -152,6 +155,8 @@ class Transport(ABC):
     """Whether a CUDA graph can hold its transfers."""
     is_apart: ClassVar[bool] = False
     """Whether transfers have a `receive` of their own."""
+    closes_together: ClassVar[bool] = False
+    """Whether `close` waits for all ranks, and for ever where one is gone."""
     max_sms: ClassVar[int | None] = None
     """How many multiprocessors of a GPU its transfers can take at most; None: as many as NCCL may in its group."""
 
