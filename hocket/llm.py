@@ -19,8 +19,9 @@ from hocket.config.hosts import HostConfig
 from hocket.config.kernel_caches import caches_text
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.dist.hosts import Hosts
 from hocket.dist.launcher import RankGroup, under_torchrun
+from hocket.dist.processes import listed
+from hocket.dist.servers import others_of
 from hocket.errors import ConfigError, HocketError
 from hocket.generation_config import GenerationConfig
 from hocket.outputs import RequestOutput
@@ -82,7 +83,7 @@ class LLM:
         check: Callable[[LLM], None] | None = None,
     ) -> None:
         self.options, self.hosts = options, hosts
-        self.config: EngineConfig = resolve(options)
+        self.config: EngineConfig = resolve(options, num_local=hosts.num_ranks if hosts is not None else None)
         started = time.perf_counter()
         self._closing: weakref.finalize[..., LLM] | None = None
         self._group: RankGroup | None = None
@@ -94,8 +95,13 @@ class LLM:
             check(self)
         front_s = time.perf_counter() - started
         world_size = self.config.parallel.data_parallel_size
-        others = Hosts(hosts, must_agree(options)) if hosts is not None else None
-        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
+        limit_s = self.config.startup_timeout_s
+        others = None
+        if hosts is not None:
+            # Servers of their own make the configuration themselves; headless hosts get this one's.
+            alike = must_agree(options, hosts) | ({"device": self.config.device} if hosts.own_server else {})
+            others = others_of(hosts, alike, limit_s, on_wait)
+        self._group = group or RankGroup.start(world_size, limit_s, others, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())
@@ -107,7 +113,8 @@ class LLM:
             raise
         self.client = EngineClient(self.config, self._group, self._processor)
         of_ranks = [rank["startup_s"] for rank in self.ranks]
-        self.startup = StartUp(began=started, ready=time.perf_counter(), front_s=front_s, ranks=of_ranks)
+        ready, first_rank = time.perf_counter(), self._group.ranks[0]
+        self.startup = StartUp(began=started, ready=ready, front_s=front_s, ranks=of_ranks, first_rank=first_rank)
         logger.info("%s", self.summary())
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -238,9 +245,12 @@ class LLM:
             experts += f", {config.overlap.num_ubatches} ubatches ({config.overlap.executor})"
         blocks = " / ".join(str(n) for n in sorted({rank["num_blocks"] for rank in ranks}))
         threads, ready_s = ranks[0]["num_threads"], self.startup.total_s
+        many = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+        if len(ranks) < parallel.data_parallel_size and self.hosts is not None:
+            many = f"rank {listed(self.hosts.ranks)} of {parallel.data_parallel_size}"
         return (
-            f"{self.options.model} ({config.model.model_type}, {config.dtype}): {len(ranks)} rank"
-            f"{'s' * (len(ranks) > 1)} on {config.device}, {threads} thread{'s' * (threads > 1)} each, {experts}; "
+            f"{self.options.model} ({config.model.model_type}, {config.dtype}): {many} on {config.device}, "
+            f"{threads} thread{'s' * (threads > 1)} each, {experts}; "
             f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {ready_s:.1f} s"
             f"{caches_text(config.device)}"
         )
@@ -288,9 +298,10 @@ def front_of(options: Options, config: EngineConfig) -> tuple[ChatTokenizer | No
     return tokenizer, processor
 
 
-def must_agree(options: Options) -> dict[str, Any]:
+def must_agree(options: Options, hosts: HostConfig) -> dict[str, Any]:
     """What every host of a server must have been given alike, by name."""
-    return {"the version of hocket": __version__, **asdict(options)}
+    more = {"the version of hocket": __version__, "a server on every host": hosts.own_server}
+    return more | asdict(options)
 
 
 def _close(group: RankGroup, pid: int) -> None:

@@ -63,7 +63,7 @@ class Profiler:
 
         def take(message: Spans) -> None:
             found[message.rank] = message.steps
-            if len(found) == client.client.group.world_size:
+            if len(found) == len(client.client.group.ranks):
                 is_whole.set()
 
         client.client.on_spans = take
@@ -85,8 +85,10 @@ class Profiler:
     def _write(self, ranks: list[list[Step]], number: int) -> dict[str, Any]:
         """On a thread."""
         assert self._folder is not None
-        config = self._served.llm.config
-        said = about(self._served.options, config, "served")
+        served, config = self._served, self._served.llm.config
+        said = about(served.options, config, "served")
+        if first := served.llm.client.group.ranks[0]:
+            said["first_rank"] = first
         recording = recording_of(said, ranks, moves=config.parallel.enable_expert_parallel)
         name = f"profile-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         html, events = (Path(self._folder, f"{name}.{ending}") for ending in ("html", "json"))

@@ -46,6 +46,7 @@ def _panel(label: str, recording: Recording) -> dict[str, Any]:
         "notes": recording.notes,
         "command": recording.about.get("command", ""),
         "numUbatches": recording.num_ubatches,
+        "firstRank": recording.first_rank,
         "typical": typical_step(recording),
         "mean": [_figures(one) for one in recording.figures()],
         "steps": [_step([steps[number] for steps in recording.ranks], base_ns) for number in numbers],

@@ -61,7 +61,7 @@ def events(recording: Recording) -> list[Event]:
     """Names of processes and threads, then slices and flows by time."""
     base_ns, names, timed = recording.base_ns, list[Event](), list[Event]()
     for rank, steps in enumerate(recording.ranks):
-        names += _names(rank, recording.num_ubatches)
+        names += _names(rank, f"rank {recording.first_rank + rank}", recording.num_ubatches)
         for number, step in enumerate(steps):
             timed += _slices(rank, number, step, base_ns)
             timed += _flows(rank, number, step, base_ns)
@@ -69,11 +69,11 @@ def events(recording: Recording) -> list[Event]:
     return names + timed
 
 
-def _names(rank: int, num_ubatches: int) -> list[Event]:
+def _names(rank: int, title: str, num_ubatches: int) -> list[Event]:
     threads = {_STEP_TID: "steps", _COMPUTE_TID: COMPUTE, _COMM_TID: COMM, _EXPOSED_TID: "exposed communication"}
     threads |= {_FLIGHT_TID + ubatch: f"ub{ubatch} under way" for ubatch in range(num_ubatches)}
     found = [
-        _metadata("process_name", rank, 0, name=f"rank {rank}"),
+        _metadata("process_name", rank, 0, name=title),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
     ]
     for tid, name in threads.items():

@@ -17,7 +17,7 @@ class Recording:
     """`ranks`: by rank, the recorded steps, the same number on each; all times are of one host's clock.
 
     about: plain values, among them `title`, one line that says what ran and, where the link was emulated, that it was,
-    and `notes`, lines without which its times would be misread.
+    `notes`, lines without which its times would be misread, and `first_rank`, where these are not all ranks.
     """
 
     about: dict[str, Any]
@@ -35,6 +35,11 @@ class Recording:
     def has_comm(self) -> bool:
         """Whether anything moved between ranks."""
         return any(span.lane != COMPUTE for steps in self.ranks for step in steps for span in step.spans)
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first of `ranks` among all."""
+        return int(self.about.get("first_rank", 0))
 
     @property
     def base_ns(self) -> int:
