@@ -196,7 +196,9 @@ class LobbyGuest:
         self._socket.connect(f"tcp://{address}:{port}")
 
     def send(self, message: HostMessage) -> None:
-        self._socket.send(_encode(message))
+        """Without waiting: where a thousand words wait for a server that is not there, this one is not kept."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(_encode(message), zmq.NOBLOCK)
 
     def fileno(self) -> int:
         """As FrontChannel.fileno."""

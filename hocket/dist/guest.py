@@ -37,6 +37,7 @@ class Guest:
         self._lobby: LobbyGuest | None = None
         self._address = ""
         self._unheard = ""  # why nobody may hear this host
+        self._speaks_at = 0.0
 
     @property
     def place(self) -> str:
@@ -100,18 +101,21 @@ class Guest:
         self._unheard = ""
         if address != self._address:
             self.close()
-            self._address = address
+            self._address, self._speaks_at = address, 0.0
             self._lobby = LobbyGuest(address, self._config.port)
 
     def _heard(self) -> list[ServerMessage]:
-        """What the server answers, within ALIVE_S."""
+        """What the server says, within ALIVE_S; so often it is told that this host is there, however fast it answers."""
         if self._lobby is None:
             time.sleep(ALIVE_S)
             self._seek()
             return []
-        try:
+        now = time.monotonic()
+        if now >= self._speaks_at:
+            self._speaks_at = now + ALIVE_S
             self._lobby.send(self._joining)
-            return self._lobby.receive(ALIVE_S)
+        try:
+            return self._lobby.receive(self._speaks_at - now)
         except RankLost:  # it ended before all hosts were there; the socket connects to the next one by itself
             return []
 

@@ -367,6 +367,42 @@ def test_a_host_waits_for_the_next_server_where_the_first_gave_up_without_a_word
     guest.close()
 
 
+def test_a_waiting_host_speaks_once_a_second_however_fast_the_server_answers(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    send = hosts._lobby.send
+    monkeypatch.setattr(hosts._lobby, "send", lambda to, message: (sent.append(message), send(to, message)))
+    config = HostConfig(world_size=4, num_ranks=1, start_rank=1, port=hosts.config.port, headless=True)
+    guest = Guest(config, AGREED, LIMIT_S)
+    gave_up: list[Exception] = []
+
+    def join() -> None:
+        try:
+            guest.join()
+        except RankLost as error:
+            gave_up.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    with pytest.raises(RankLost, match="rank 2, 3"):
+        hosts.gather(1.5)
+    assert 1 <= len(sent) <= 3
+    hosts.close("too few hosts")
+    thread.join(LIMIT_S)
+    assert len(gave_up) == 1
+    guest.close()
+
+
+def test_words_for_a_server_that_is_not_there_keep_nobody() -> None:
+    guest = LobbyGuest("127.0.0.1", free_port())
+    thread = threading.Thread(target=lambda: [guest.send(Alive()) for _ in range(1500)], daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    guest.close()
+
+
 def test_the_interface_to_this_host() -> None:
     assert interface_to("127.0.0.1") == interface_to("127.0.0.2") == "lo"
     assert interface_to("no.such.host.invalid") is None
