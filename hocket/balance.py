@@ -6,6 +6,9 @@ than others. Both are tokens, so the rule is one: the request goes to the rank w
     tokens that its requests still need - tokens of the prompt that it has.
 
 That rank has at most as many more than the least busy one as it saves, so a prefix that all share leaves no rank idle.
+
+What a rank has is a guess from what it was sent: its cache may have given up more than the front knows. Ranks say what
+they found, and a rank that finds less than was thought is thought to have less of the next ones too.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ MIN_PREFIX_TOKENS = 64
 MAX_NAMES = 2**18
 """Over all ranks; each takes some 200 bytes."""
 _WEIGHT_OF_NEWEST = 1 / 16
+"""In a mean over requests."""
 
 
 class PrefixMemory:
@@ -82,7 +86,7 @@ class RankLoad:
 class Placed:
     """Where an engine request is, and the tokens that its rank still counts for it.
 
-    num_known: tokens of its prompt that the rank was thought to have. num_made: tokens that it got.
+    num_known: tokens of its prompt that the rank was sent before. num_made: tokens that it got.
     """
 
     rank: int
@@ -118,22 +122,26 @@ class Balance:
         self._by_tokens = by_tokens
         self._prefixes = prefixes
         self._usual_output: float | None = None
+        self._share_found = [1.0] * num_ranks
+        """By rank, of the tokens that it was sent before: what it still had in its cache of late."""
+        self._last: tuple[Sequence[int], list[bytes]] = ((), [])
 
     def place(self, request: EngineRequest, rank: int | None = None) -> Placed:
         """Give a request to `rank`, or to the one that is best."""
         prefixes, token_ids = self._prefixes, request.prompt_token_ids
-        names = [] if prefixes is None else prefixes.names(token_ids)
+        names = [] if prefixes is None else self._names(prefixes, token_ids)
         known = [0] * len(self.loads)
         if prefixes is not None and request.params.prompt_logprobs is None:  # which have every token computed
             known = [prefixes.num_known(one, names) for one in range(len(self.loads))]
+        saved = [round(share * count) for share, count in zip(self._share_found, known, strict=True)]
         if rank is None:
-            idx = min(range(len(self.loads)), key=lambda one: self._burden(self.loads[one], known[one]))
+            idx = min(range(len(self.loads)), key=lambda one: self._burden(self.loads[one], saved[one]))
         else:
             idx = rank - self._first_rank
         if prefixes is not None:
             prefixes.remember(idx, names)
-        num_known = known[idx]
-        placed = Placed(idx + self._first_rank, num_known, len(token_ids) - num_known, self._expected_output(request))
+        num_left = len(token_ids) - saved[idx]
+        placed = Placed(idx + self._first_rank, known[idx], num_left, self._expected_output(request))
         load = self.loads[idx]
         if load.num_requests == 0:
             load.busy_since = time.monotonic()
@@ -142,9 +150,15 @@ class Balance:
         self.placed[request.request_id] = placed
         return placed
 
-    def _burden(self, load: RankLoad, num_known: int) -> tuple[int, int]:
+    def _names(self, prefixes: PrefixMemory, token_ids: Sequence[int]) -> list[bytes]:
+        """Of a prompt's prefixes; the n requests of a prompt share its tokens, which are hashed once."""
+        if self._last[0] is not token_ids:
+            self._last = (token_ids, prefixes.names(token_ids))
+        return self._last[1]
+
+    def _burden(self, load: RankLoad, num_saved: int) -> tuple[int, int]:
         if self._by_tokens:
-            return load.num_tokens - num_known, load.num_requests
+            return load.num_tokens - num_saved, load.num_requests
         return load.num_requests, load.num_tokens
 
     def _expected_output(self, request: EngineRequest) -> int:
@@ -158,6 +172,10 @@ class Balance:
         placed = self.placed.get(output.request_id)
         if placed is None or not self._by_tokens:
             return
+        if placed.num_made == 0 and placed.num_known:
+            idx = placed.rank - self._first_rank
+            found = min(output.num_cached_tokens / placed.num_known, 1.0)
+            self._share_found[idx] += _WEIGHT_OF_NEWEST * (found - self._share_found[idx])
         num_new = len(output.token_ids)
         done = placed.num_prompt_tokens + min(num_new, placed.num_output_tokens)
         placed.num_output_tokens -= done - placed.num_prompt_tokens

@@ -171,6 +171,49 @@ def test_an_answer_without_a_limit_counts_as_others_did() -> None:
     assert ranks.loads[0].num_tokens == 0
 
 
+def send(ranks: Balance, token_ids: list[int], *, is_found: bool) -> int:
+    """The rank that gets it; it answers with what its cache had, or with nothing."""
+    one = request(token_ids)
+    placed = ranks.place(one)
+    num_cached_tokens = placed.num_known if is_found else 0
+    ranks.computed(TokenOutput(one.request_id, [1], num_cached_tokens=num_cached_tokens))
+    ranks.ended(one.request_id, "length")
+    return placed.rank
+
+
+def test_a_rank_that_gave_up_what_it_was_sent_is_believed_less() -> None:
+    ranks, known = balance(), prompt(1, 10 * CHUNK + 1)
+    busy = request(prompt(2, 10), max_tokens=5 * CHUNK)
+    assert send(ranks, known, is_found=False) == 0
+    ranks.place(busy, rank=0)
+    assert send(ranks, known, is_found=False) == 0, "it saves more than the other one has less to do"
+    assert 1 in [send(ranks, known, is_found=False) for _ in range(40)], "ever less is believed"
+    assert ranks.loads[0].num_tokens == busy.max_tokens + 10
+    first, second = request(known), request(known)
+    assert ranks.place(first, rank=0).num_tokens > CHUNK + 8, "what it probably has to compute counts"
+    ranks.ended(first.request_id, "abort")
+    for _ in range(50):
+        one = request(known)
+        ranks.place(one, rank=0)
+        ranks.computed(TokenOutput(one.request_id, [1], num_cached_tokens=10 * CHUNK))
+        ranks.ended(one.request_id, "length")
+    assert ranks.place(second, rank=0).num_tokens < CHUNK + 8, "it keeps prefixes again"
+
+
+def test_completions_of_one_prompt_have_it_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, hashed, names = balance(), [], PrefixMemory.names
+
+    def counted(memory: PrefixMemory, token_ids: list[int]) -> list[bytes]:
+        hashed.append(len(token_ids))
+        return names(memory, token_ids)
+
+    monkeypatch.setattr(PrefixMemory, "names", counted)
+    for token_ids in (prompt(1, 300), prompt(2, 200)):
+        for _ in range(20):
+            ranks.place(request(token_ids))
+    assert hashed == [300, 200]
+
+
 def test_without_tokens_requests_count() -> None:
     ranks = Balance(2)
     assert [ranks.place(request(prompt(1, n))).rank for n in (500, 5, 5, 5)] == [0, 1, 1, 0]
