@@ -90,6 +90,9 @@ class Profiler:
         if first := served.llm.client.group.ranks[0]:
             said["first_rank"] = first
         recording = recording_of(said, ranks, moves=config.parallel.enable_expert_parallel)
+        if not recording.ranks[0]:
+            why = "ranks began to record at different times, and none of the steps is of all: give a larger num_steps"
+            raise ApiError(409, why, code="profile_empty")
         name = f"profile-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         html, events = (Path(self._folder, f"{name}.{ending}") for ending in ("html", "json"))
         page.write({"": recording}, html)
