@@ -44,7 +44,8 @@ def one_by_one(words: Sequence[str], option: str, argument: str, flags: set[str]
         values = list(takewhile(lambda word: not word.startswith("-"), rest))
         if not values:
             raise ConfigError(option.removeprefix("--").replace("-", "_"), "", "one or more, before the next option")
-        if len(values) > 1 and not _has_argument(found[:-1], flags) and argument not in words:
+        is_given = any(other == argument or other.startswith(f"{argument}=") for other in words)
+        if len(values) > 1 and not is_given and not _has_argument(found[:-1], flags):
             values.pop()
         found += [word for value in values for word in (value, option)][:-1]
         del rest[: len(values)]

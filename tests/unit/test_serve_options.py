@@ -119,6 +119,7 @@ def test_prefix_affinity_can_be_switched_off(
         (("m", "--served-model-name", "a", "b", "--port", "0"), "m", ("a", "b")),
         (("--port", "0", "--enable-dbo", "m", "--served-model-name", "a", "b", "c"), "m", ("a", "b", "c")),
         (("--served-model-name", "a", "b", "--model", "m"), "m", ("a", "b")),
+        (("--model=m", "--served-model-name", "a", "b"), "m", ("a", "b")),
         (("m", "--served-model-name", "a", "--served-model-name", "b", "c"), "m", ("a", "b", "c")),
         (("--port=0", "--served-model-name", "a", "m"), "m", ("a",)),  # the last one is MODEL, which is nowhere else
         (("--served-model-name", "a"), "tiny", ("a",)),
