@@ -9,7 +9,7 @@ of, and gaps between kernels are theirs no more. A replay of a CUDA graph has no
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -29,9 +29,11 @@ def fill(steps: Sequence[Step], kernels: Sequence[Kernel], num_layers: int) -> b
     marks = [kernel for kernel in ordered if MARK in kernel.name]
     if len(marks) != 2 * len(steps):
         return False
+    starts = [kernel.start_ns for kernel in ordered]
     for step, before, behind in zip(steps, marks[::2], marks[1::2], strict=True):
         if step.stop_ns:
-            inside = [one for one in ordered if before.stop_ns <= one.start_ns and one.stop_ns <= behind.stop_ns]
+            begun = ordered[bisect_left(starts, before.stop_ns) : bisect_right(starts, behind.stop_ns)]
+            inside = [one for one in begun if one.stop_ns <= behind.stop_ns]
             shift = step.start_ns - before.stop_ns
             _fill(step, [_moved(one, shift) for one in inside if MARK not in one.name], num_layers)
     return True
