@@ -40,10 +40,6 @@ class Join(FromHost):
     must_agree: dict[str, Any]
 
 
-class Alive(FromHost):
-    """Its command runs."""
-
-
 class RankEnded(FromHost):
     """A rank's process ended before it was told to."""
 
@@ -64,6 +60,10 @@ class Left(FromHost):
 
     kind: str
     error: str
+
+
+class Alive(msgspec.Struct, tag=True):
+    """In either direction: the command there runs."""
 
 
 class Leaving(msgspec.Struct, tag=True):
@@ -108,7 +108,7 @@ class End(ToHost):
 
 
 HostMessage = Join | Alive | RankEnded | RanksReady | Drained | Left | Leaving | NeedWake | Failed
-ServerMessage = Waiting | Refused | Start | AllReady | End | Leaving | Wake
+ServerMessage = Waiting | Refused | Start | AllReady | End | Alive | Leaving | Wake
 _encode = msgspec.msgpack.Encoder().encode
 _from_host = msgspec.msgpack.Decoder(HostMessage)
 _from_server = msgspec.msgpack.Decoder(ServerMessage)

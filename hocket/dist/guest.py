@@ -16,6 +16,7 @@ from hocket.channel.lobby import End, Join, LobbyGuest, Refused, ServerMessage, 
 from hocket.config.hosts import HostConfig
 from hocket.dist.names import resolved
 from hocket.dist.processes import REMIND_S, listed
+from hocket.dist.roster import SILENCE_S
 from hocket.errors import ConfigError, HocketError, RankLost, revive
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Guest:
         self._lobby: LobbyGuest | None = None
         self._address = ""
         self._unheard = ""  # why nobody may hear this host
-        self._speaks_at = 0.0
+        self._speaks_at = self._heard_at = 0.0
 
     @property
     def place(self) -> str:
@@ -66,6 +67,7 @@ class Guest:
         while True:
             for message in self._heard():
                 if isinstance(message, Start):
+                    self._heard_at = time.monotonic()
                     return message
                 if isinstance(message, Waiting):
                     waits_for = f"a host with rank {listed(message.missing)}" if message.missing else "the server"
@@ -81,6 +83,23 @@ class Guest:
                 said_at = now
                 logger.warning("waiting for %s at %s: %.0f s%s", waits_for, self.place, now - began, self._why())
                 self._seek()
+
+    def receive(self, timeout_s: float) -> list[ServerMessage]:
+        """What the server has said since it let this host start; waits up to `timeout_s` for the first.
+
+        Raises:
+            RankLost: it has gone, or its process says nothing any more, though its connection may stand.
+        """
+        try:
+            found = self.lobby.receive(timeout_s)
+        except RankLost:
+            raise RankLost(f"the server with rank 0, at {self.place}, went away") from None
+        now = time.monotonic()
+        if found:
+            self._heard_at = now
+        elif now > self._heard_at + SILENCE_S:
+            raise RankLost(f"the server with rank 0, at {self.place}, has not been heard of for {SILENCE_S:g} s")
+        return found
 
     def obey(self, message: ServerMessage) -> bool:
         """Whether the server has ended as it should; raises where it or this host cannot go on."""

@@ -72,7 +72,7 @@ class _Headless:
             if time.monotonic() > spoke_at + ALIVE_S:
                 spoke_at = time.monotonic()
                 lobby.send(Alive())
-            for message in lobby.receive(_POLL_S):
+            for message in self._guest.receive(_POLL_S):
                 if self._guest.obey(message):
                     self._wait_for_end()
                     return

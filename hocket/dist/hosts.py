@@ -15,6 +15,7 @@ from typing import Any
 import zmq
 
 from hocket.channel.lobby import (
+    Alive,
     End,
     HostMessage,
     Join,
@@ -29,6 +30,7 @@ from hocket.channel.lobby import (
 )
 from hocket.channel.messages import Failed, NeedWake, Wake
 from hocket.config.hosts import HostConfig
+from hocket.dist.guest import ALIVE_S
 from hocket.dist.names import is_name, resolved
 from hocket.dist.processes import REMIND_S, listed
 from hocket.dist.roster import SILENCE_S, Roster
@@ -59,6 +61,7 @@ class Hosts:
         self._roster = Roster(config.world_size, config.ranks, must_agree)
         self._has_started = False
         self._lost: HocketError | None = None
+        self._spoke_at = 0.0
         self.address, self._lobby = self._opened(limit_s, on_wait)
         if not CLUSTER_SECRET.get() and not ipaddress.ip_address(self.address).is_loopback:
             place = f"{config.address}:{config.port}"
@@ -131,16 +134,20 @@ class Hosts:
         self._store.close()
 
     def check(self) -> list[FromElsewhere]:
-        """What other hosts' servers have said since.
+        """What other hosts' servers have said since. Also says that this one lives.
 
         Raises:
             HocketError: a host or one of its ranks has gone; names it. From then on at every call.
         """
         if self._lost is not None:
             raise self._lost
+        now = time.monotonic()
+        if now > self._spoke_at + ALIVE_S:
+            self._spoke_at = now
+            self._tell_all(Alive())
         try:
             said = self._handle(self._lobby.receive(0.0), [])
-            if (guest := self._roster.silent(time.monotonic())) is not None:
+            if (guest := self._roster.silent(now)) is not None:
                 host = guest.join.host
                 raise RankLost(f"host {host} (rank {listed(guest.ranks)}) has not been heard of for {SILENCE_S:g} s")
         except HocketError as error:

@@ -143,11 +143,11 @@ class Member:
     def _take(self, wait_s: float) -> list[FromElsewhere]:
         said: list[FromElsewhere] = []
         try:
-            messages = self._guest.lobby.receive(wait_s)
+            messages = self._guest.receive(wait_s)
         except RankLost:
             if self._is_over:
                 return said
-            raise RankLost(f"the server with rank 0, at {self._guest.place}, went away") from None
+            raise
         for message in messages:
             if isinstance(message, Wake | Leaving):
                 said.append(message)

@@ -18,6 +18,8 @@ from hocket.channel.rank import RankChannel
 from hocket.config.hosts import HostConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
+from hocket.dist import guest as guest_module
+from hocket.dist import hosts as hosts_module
 from hocket.dist.hosts import FromElsewhere
 from hocket.dist.launcher import RankGroup
 from hocket.dist.servers import Lead, Member, Others, others_of
@@ -151,6 +153,20 @@ def test_a_first_server_that_is_stopped_ends_the_others(three: Three) -> None:
     lead.close("")
     assert "server with rank 0" in str(loss_of(one))
     assert "was stopped while others ran" in str(loss_of(one))
+
+
+def test_a_first_server_that_hangs_is_named_though_its_connection_stands(
+    three: Three, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "ALIVE_S", 0.05)
+    monkeypatch.setattr(guest_module, "SILENCE_S", 1.5)
+    until = time.monotonic() + 2.0
+    three.until(lambda: time.monotonic() > until)  # all look, so nobody is missed
+    _, one, two = three.all
+    for other in (one, two):
+        why = str(loss_of(other))
+        assert "server with rank 0" in why
+        assert "has not been heard of for 1.5 s" in why
 
 
 def test_one_that_leaves_before_all_have_met_makes_room() -> None:
