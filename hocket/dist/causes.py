@@ -30,7 +30,7 @@ _ABOUT_RANKS = ("RankLost", "StepDesync", "BatonTimeout", "OverlapError")
 
 
 class Causes:
-    """Of one group's failures. processes: this host's ranks. device, step_timeout_s: of the engine, once there is one."""
+    """Of one group's failures. processes: this host's ranks. device, step_timeout_s: the engine's, once it is there."""
 
     device = "cpu"
     step_timeout_s = math.inf
@@ -60,8 +60,8 @@ class Causes:
         return type(error)(f"{error}{where(found)}")
 
     def _cause_of_death(self, rank: int, code: int, found: dict[int, Whereabouts]) -> HocketError:
-        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step. (NCCL
-        aborts one that waited too long.)"""
+        """gloo aborts a process that gets a message of another size than it waits for: then ranks are out of step.
+        (NCCL aborts one that waited too long.)"""
         how = f"rank {rank} ended unexpectedly ({how_ended(code)})"
         if code == -signal.SIGABRT and self.device == "cpu" and (odd := apart(found) or elsewhere(found, rank)):
             return StepDesync(f"rank {listed(odd)} took one transfer for another; {how}")
@@ -125,7 +125,8 @@ class Causes:
         """The rank that others lost: one that was killed, else of those that say nothing one that does not run or, as
         far as is known all do, is waited for; else one of all that is.
 
-        A rank may say nothing only because it is slow: its own time-out comes, or its report arrives, later than others.
+        A rank may say nothing only because it is slow: its own time-out comes, or its report arrives, later than
+        others.
         """
         if (killed := self._killed(found)) is not None:
             return killed

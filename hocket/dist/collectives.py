@@ -21,8 +21,8 @@ Group = dist.ProcessGroup
 
 
 class Mirror:
-    """In place of a group: `size` ranks that all do as this one does, so that what it sends to rank i is what comes from
-    there. Nothing is started: for looking at what would be sent."""
+    """In place of a group: `size` ranks that all do as this one does, so that what it sends to rank i is what comes
+    from there. Nothing is started: for looking at what would be sent."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -124,7 +124,7 @@ class Guest:
             self._lobby = LobbyGuest(address, self._config.port)
 
     def _heard(self) -> list[ServerMessage]:
-        """What the server says, within ALIVE_S; so often it is told that this host is there, however fast it answers."""
+        """What the server says, within ALIVE_S; so often it is told that this host is there, be it ever so fast."""
         if self._lobby is None:
             time.sleep(ALIVE_S)
             self._seek()

@@ -28,8 +28,8 @@ def run_ranks(config: HostConfig, must_agree: dict[str, Any], startup_timeout_s:
     SIGTERM and Ctrl-C wait for the server, which may still need the ranks to finish requests; a second one does not.
 
     Raises:
-        RankLost: the server or a rank was lost. ConfigError: the server refuses this host. HocketError: no server within
-            the limit, or it or a rank was lost after a signal: nothing to start anew for.
+        RankLost: the server or a rank was lost. ConfigError: the server refuses this host. HocketError: no server
+            within the limit, or it or a rank was lost after a signal: nothing to start anew for.
         KeyboardInterrupt: a signal said to end.
     """
     guest = _Headless(config, must_agree, startup_timeout_s)

@@ -109,8 +109,8 @@ class Hosts:
         while missing := self._roster.missing(time.monotonic()):
             now = time.monotonic()
             if now > began + timeout_s:
-                where = f"at {self.config.address}:{self.config.port}"
-                raise RankLost(f"no host with rank {listed(missing)} came {where} within {timeout_s:g} s (--startup-timeout)")
+                where = f"at {self.config.address}:{self.config.port} within {timeout_s:g} s (--startup-timeout)"
+                raise RankLost(f"no host with rank {listed(missing)} came {where}")
             if now > said_at + REMIND_S:
                 said_at = now
                 logger.warning("waiting for a host with rank %s: %s", listed(missing), _of(now - began, timeout_s))
@@ -166,7 +166,7 @@ class Hosts:
     def _handle(self, messages: list[tuple[bytes, HostMessage]], missing: list[int]) -> list[FromElsewhere]:
         now = time.monotonic()
         said: list[FromElsewhere] = []
-        # A host that starts anew says so under its old name and joins under another, and which is heard first is chance.
+        # A host that starts anew says so under its old name and joins under another; which is heard first is chance.
         for name, message in sorted(messages, key=lambda pair: isinstance(pair[1], Join)):
             self._roster.heard(name, now)
             if isinstance(message, Join):

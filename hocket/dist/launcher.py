@@ -1,8 +1,8 @@
 """Starts the rank processes, watches them, and speaks to them. Knows nothing of prompts or models; torch-free.
 
 On one host the ranks are spawned here. Of many hosts this one's are, and `hosts.py` knows the others. Under `torchrun`
-this runs in rank 0's process, which starts rank 0's worker; the other ranks are torchrun's and find the front through the
-group's store.
+this runs in rank 0's process, which starts rank 0's worker; the other ranks are torchrun's and find the front through
+the group's store.
 """
 
 from __future__ import annotations
@@ -362,11 +362,8 @@ class RankGroup:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-
-
-
 def _bind_address(folder: str, hosts: Others | None) -> str:
-    """Where all ranks that speak to this front are on its host a socket file; else TCP on the address the others know."""
+    """Where all ranks that speak to this front are on its host a socket file; else TCP, at the address others know."""
     if isinstance(hosts, Hosts) and not hosts.config.own_server:
         return f"tcp://{hosts.address}:*"
     if under_torchrun() and os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:

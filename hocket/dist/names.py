@@ -1,4 +1,4 @@
-"""Addresses of hosts' names, also of names that come to be known late. Knows nothing of who listens there; torch-free."""
+"""Addresses of hosts' names, also of those known late only. Knows nothing of who listens there; torch-free."""
 
 from __future__ import annotations
 

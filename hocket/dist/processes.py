@@ -22,7 +22,7 @@ _MAX_SOCKET_FOLDER = 70
 REMIND_S = 5.0
 """Between two lines that say whom one still waits for."""
 _KILLED_S = 10.0
-"""A process that a driver holds in the kernel does not end when it is killed: nobody should wait for such ones for ever."""
+"""A process that a driver holds in the kernel does not end when it is killed: nobody should wait for it for ever."""
 
 
 def private_folder() -> str:

@@ -213,8 +213,8 @@ def _ep_group(device: torch.device, timeout_s: float, max_ctas: int | None) -> d
         options.config.max_ctas = max_ctas
     # NCCL's own watchdog aborts the process without a word: the rank's, which names ranks, comes first.
     timeout = datetime.timedelta(seconds=timeout_s + _NCCL_GRACE_S)
-    found = dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
-    return found
+    made: dist.ProcessGroup = dist.new_group(backend="nccl", timeout=timeout, pg_options=options)
+    return made
 
 
 class _LeaderGather:
