@@ -209,7 +209,7 @@ class LobbyGuest:
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[ServerMessage]:
-        """What has arrived; waits up to `timeout_s` for the first.
+        """What has arrived; waits up to `timeout_s` for the first. What is no message is left out.
 
         Raises:
             RankLost: the server was there and is gone.
@@ -221,6 +221,8 @@ class LobbyGuest:
                 found.append(_from_server.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 break
+            except msgspec.DecodeError as error:
+                logger.warning("the server sent what is no message: %s", error)
         if not found:
             self._look_at_connection()
         return found

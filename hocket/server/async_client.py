@@ -196,8 +196,8 @@ class AsyncClient:
         self._pump()
 
     def _pump(self) -> None:
-        """Take what the ranks have said."""
-        if self.lost is not None:
+        """Take what the ranks have said. After `close` the channel may be gone, though the loop still has this to do."""
+        if self.lost is not None or not self._fds:
             return
         try:
             changed, failed = self.client.advance(0.0)

@@ -223,7 +223,7 @@ class ServedModel:
         while (needed_by := group.needed_by) and self.client.lost is None and not is_over():
             if time.monotonic() > said_at + REMIND_S:
                 said_at = time.monotonic()
-                say(f"waiting for the servers with rank {listed(needed_by)} to end; a signal ends all at once")
+                say(f"waiting for the servers with rank {listed(needed_by)} to end; a second signal ends all at once")
             await asyncio.sleep(_LOOK_S)
 
     def drain(self) -> None:

@@ -86,6 +86,20 @@ def test_results_come_as_they_grow_and_slow_readers_miss_nothing() -> None:
     run(test)
 
 
+def test_what_the_loop_still_has_to_do_after_the_end_is_left_undone(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
+        results = client.submit([("a", [5], PARAMS, 0)])
+        assert fake.has_messages()
+        client.close()
+        fake.lose("its sockets are closed")
+        await asyncio.sleep(0)
+        assert not lost
+        results.close()
+
+    run(test)
+    assert not caplog.records
+
+
 def test_whoever_leaves_is_aborted_on_its_rank() -> None:
     async def test(client: AsyncClient, fake: FakeGroup, lost: Any) -> None:
         fake.paused = True

@@ -167,7 +167,12 @@ def test_what_is_no_message_disturbs_nobody(hosts: Hosts, caplog: pytest.LogCapt
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
         guest.send(joining(1, 3))
         hosts.gather(LIMIT_S)
-    assert "what is no message" in caplog.text
+    assert "another host sent what is no message" in caplog.text
+    (name,) = hosts._roster.guests
+    hosts._lobby._socket.send_multipart((name, b"\x80\x04\x95pickled?"))
+    hosts.start("tcp://front")
+    assert answer(guest, Start).channel == "tcp://front"
+    assert "the server sent what is no message" in caplog.text
     guest.close()
 
 
