@@ -25,7 +25,6 @@ from hocket.channel.messages import (
     Failed,
     Hello,
     NeedWake,
-    Progress,
     RankMessage,
     Ready,
     Shutdown,
@@ -33,17 +32,15 @@ from hocket.channel.messages import (
     Wake,
 )
 from hocket.config.engine import EngineConfig
+from hocket.dist.arrivals import Arrival, Arrivals, OnProgress, OnWait, wait_for_others
 from hocket.dist.causes import Causes, where
 from hocket.dist.hosts import FromElsewhere, Hosts
-from hocket.dist.processes import REMIND_S, end_all, listed, private_folder, spawn_rank
+from hocket.dist.processes import end_all, listed, private_folder, spawn_rank
 from hocket.dist.record import Records
 from hocket.dist.servers import Others
 from hocket.errors import HocketError, RankLost
 
 logger = logging.getLogger(__name__)
-OnProgress = Callable[[str, int, int], None]
-OnWait = Callable[[str], None]
-"""Told "waiting for rank 1 to start", and again whenever one of those has come."""
 _POLL_S = 0.1
 _CHECK_S = 0.2
 _CLOSE_S = 5.0
@@ -106,7 +103,7 @@ class RankGroup:
                 hosts.gather(startup_timeout_s, on_wait)
                 hosts.start(group._channel.address)
             group._spawn_all()
-            group._wait_for(Hello, startup_timeout_s, "start")
+            group._arrived(Hello, startup_timeout_s, "start")
         except HocketError as error:
             group.kill(str(error), type(error).__name__)
             raise
@@ -133,10 +130,24 @@ class RankGroup:
         """Build the engine on every rank; returns each rank's start-up facts, by rank."""
         self._causes.device, self._causes.step_timeout_s = config.device, config.step_timeout_s
         self.broadcast(Configure(config=config))
-        ready = self._wait_for(Ready, config.startup_timeout_s, "become ready", on_progress)
+        ready = self._arrived(Ready, config.startup_timeout_s, "become ready", on_progress)
         if self._hosts is not None:
-            self._wait_for_others(self._hosts)
+            wait_for_others(self._hosts, self.receive, self._on_wait)
         return [ready[rank].info for rank in self.ranks]
+
+    def _arrived(
+        self, kind: type[Arrival], limit_s: float, verb: str, on_progress: OnProgress | None = None
+    ) -> dict[int, Arrival]:
+        """What every rank said of this kind, by rank; where one does not within the limit, all are ended."""
+        has_ranks_elsewhere = len(self._processes) < len(self.ranks)
+        arrivals = Arrivals(kind, self.ranks, verb, on_wait=self._on_wait, reminds=has_ranks_elsewhere)
+        try:
+            found = arrivals.wait(self.receive, limit_s, on_progress)
+        except RankLost as error:
+            self.kill(str(error))
+            raise
+        self.pids |= {rank: message.pid for rank, message in found.items() if isinstance(message, Hello)}
+        return found
 
     def send(self, rank: int, message: ToRank) -> None:
         """Send to one rank. Raises RankLost where it has gone."""
@@ -218,20 +229,6 @@ class RankGroup:
 
     # -- servers on every host ----------------------------------------------------------------------------------
 
-    def _wait_for_others(self, hosts: Others) -> None:
-        """Until the ranks behind other servers are ready too: a step with these would wait for them. Each server has a
-        limit for its own."""
-        hosts.ready()
-        said, said_at = "", time.monotonic()
-        while missing := listed(hosts.unready):
-            if self._on_wait is not None and missing != said:
-                said = missing
-                self._on_wait(f"waiting for rank {missing} to become ready on another host")
-            if time.monotonic() > said_at + REMIND_S:
-                said_at = time.monotonic()
-                logger.warning("waiting for rank %s to become ready on another host", missing)
-            self.receive(_POLL_S)
-
     def _obey(self, message: Wake | Leaving) -> None:
         """What another host's server says to this one."""
         if isinstance(message, Wake):
@@ -261,40 +258,6 @@ class RankGroup:
     def needed_by(self) -> list[int]:
         """Ranks whose servers still answer, so that they need the ranks here."""
         return [] if self._hosts is None or self.closed else self._hosts.undrained
-
-    def _wait_for(
-        self, kind: type[Hello] | type[Ready], timeout_s: float, verb: str, on_progress: OnProgress | None = None
-    ) -> dict[int, Any]:
-        deadline = time.monotonic() + timeout_s
-        said_at = time.monotonic()
-        seen: dict[int, Any] = {}
-        said = ""
-        while len(seen) < len(self.ranks):
-            now, missing = time.monotonic(), listed(set(self.ranks) - seen.keys())
-            if self._on_wait is not None and missing != said:
-                self._on_wait(f"waiting for rank {missing} to {verb}")
-                said = missing
-            if now > deadline:
-                error = RankLost(f"rank {missing} did not {verb} within {timeout_s:g} s (--startup-timeout)")
-                self.kill(str(error))
-                raise error
-            if now > said_at + REMIND_S and self._has_ranks_elsewhere():
-                said_at = now
-                logger.warning("waiting for rank %s to %s, for up to %.0f s more", missing, verb, deadline - now)
-            for message in self.receive(_POLL_S):
-                if isinstance(message, kind):
-                    seen[message.rank] = message
-                    if isinstance(message, Hello):
-                        self.pids[message.rank] = message.pid
-                elif isinstance(message, Progress):
-                    deadline = time.monotonic() + timeout_s  # loading a large model may take longer, while it moves
-                    if on_progress is not None and message.rank == self.ranks[0]:
-                        on_progress(message.phase, message.done, message.total)
-        return seen
-
-    def _has_ranks_elsewhere(self) -> bool:
-        """Whether some were not started here, so that somebody may have to do something about them."""
-        return len(self._processes) < len(self.ranks)
 
     def _check_hosts(self) -> list[FromElsewhere]:
         try:

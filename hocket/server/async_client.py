@@ -196,7 +196,7 @@ class AsyncClient:
         self._pump()
 
     def _pump(self) -> None:
-        """Take what the ranks have said. After `close` the channel may be gone, though the loop still has this to do."""
+        """Take what the ranks have said. After `close` the channel may be gone, and the loop still have this to do."""
         if self.lost is not None or not self._fds:
             return
         try:
