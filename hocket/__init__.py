@@ -2,7 +2,7 @@
 
 Import direction (tested): cli → server → explain → doctor, verify → bench → llm, rank, metrics → client, observe →
 engine → worker → overlap → models → moe, attention, layers → quant → host, launch, ubatch → dist. Leaves: errors, envs,
-config, request, outputs.
+config, request, outputs, progress, startup.
 Nothing torch is imported until a rank needs it.
 """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from hocket.balance import Balance
 from hocket.channel.messages import (
     Abort,
     AddRequests,
@@ -43,8 +44,9 @@ from hocket.trace.spans import Step
 class Listener(Protocol):
     """Is told what becomes of engine requests (a prompt is `params.n` of them), and what ranks count."""
 
-    def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
-        """A request goes to `rank`; it came to the front at `arrived_at` (time.monotonic)."""
+    def added(self, rank: int, request: EngineRequest, arrived_at: float, num_known: int) -> None:
+        """A request goes to `rank`, which is thought to have `num_known` tokens of its prompt in its cache; it came to
+        the front at `arrived_at` (time.monotonic)."""
 
     def gained(self, output: TokenOutput, now: float) -> None:
         """A request got tokens."""
@@ -61,28 +63,6 @@ _SILENCE_GRACE_S = 5.0
 _CHECK_SILENCE_S = 0.5
 
 
-@dataclass
-class RankLoad:
-    """What a rank still has to do."""
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    busy_since: float = 0.0
-
-
-@dataclass(slots=True)
-class _Placed:
-    """Where an engine request is, and the tokens that its rank still counts for it."""
-
-    rank: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
-
-
 @dataclass(frozen=True)
 class FailedStep:
     """A step whose results were worthless, and the user's requests that lost a completion by it. is_cause: it failed on
@@ -96,26 +76,23 @@ class FailedStep:
 class EngineClient:
     """Requests in, RequestOutputs out, over a configured RankGroup.
 
-    balance_by_tokens: a request without a rank goes to the one with the fewest tokens still to compute, instead of the
-    fewest requests.
+    balance: which rank gets a request without one, at first by the fewest requests; another one may be set before any
+    request is added.
     """
-
-    balance_by_tokens: bool = False
 
     def __init__(self, config: EngineConfig, group: RankGroup, processor: Processor) -> None:
         self.config = config
         self.group = group
         self.processor = processor
-        self._loads = [RankLoad() for _ in group.ranks]
+        self.balance = Balance(group.world_size)
         self._silence_checked_at = 0.0
-        self._placed: dict[str, _Placed] = {}  # by engine request id
         self.listener: Listener | None = None
         self.on_spans: Callable[[Spans], None] | None = None
         """Gets what `ask_spans` asked for."""
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._placed)
+        return bool(self.balance.placed)
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams | None = None, rank: int | None = None) -> None:
         """Queue one prompt, on `rank` or on the one with the least to do.
@@ -137,10 +114,10 @@ class EngineClient:
                 added.append(request_id)
             by_rank: dict[int, list[EngineRequest]] = {}
             for request, rank in made:
-                rank = self._assign(request, rank)
-                by_rank.setdefault(rank, []).append(request)
+                placed = self.balance.place(request, rank)
+                by_rank.setdefault(placed.rank, []).append(request)
                 if self.listener is not None:
-                    self.listener.added(rank, request, arrived_at)
+                    self.listener.added(placed.rank, request, arrived_at, placed.num_known)
             for to_rank, requests in by_rank.items():
                 self.group.send(to_rank, AddRequests(requests=requests))
         except BaseException:
@@ -152,39 +129,9 @@ class EngineClient:
         if rank is not None and (wrong_type or rank not in self.group.ranks):
             raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
 
-    def _assign(self, request: EngineRequest, rank: int | None) -> int:
-        """The rank for a request: fewest requests, then fewest tokens; by `balance_by_tokens` the other way round."""
-        if rank is None:
-            rank = min(self.group.ranks, key=self._burden)
-        placed = _Placed(rank, len(request.prompt_token_ids), request.max_tokens)
-        load = self._loads[rank]
-        if load.num_requests == 0:
-            load.busy_since = time.monotonic()
-        load.num_requests += 1
-        load.num_tokens += placed.num_tokens
-        self._placed[request.request_id] = placed
-        return rank
-
-    def _burden(self, rank: int) -> tuple[int, int]:
-        load = self._loads[rank]
-        return (load.num_tokens, load.num_requests) if self.balance_by_tokens else (load.num_requests, load.num_tokens)
-
-    def _computed(self, output: TokenOutput) -> None:
-        """A request has fewer tokens to go: those of this output and, with the first one, those of its prompt."""
-        placed = self._placed.get(output.request_id)
-        if placed is not None:
-            done = placed.num_prompt_tokens + min(len(output.token_ids), placed.num_output_tokens)
-            placed.num_output_tokens -= done - placed.num_prompt_tokens
-            placed.num_prompt_tokens = 0
-            self._loads[placed.rank].num_tokens -= done
-
     def _ended(self, engine_request_id: str, reason: str) -> None:
-        placed = self._placed.pop(engine_request_id, None)
-        if placed is not None:
-            if self.listener is not None:
-                self.listener.ended(engine_request_id, reason, time.monotonic())
-            self._loads[placed.rank].num_requests -= 1
-            self._loads[placed.rank].num_tokens -= placed.num_tokens
+        if self.balance.ended(engine_request_id, reason) is not None and self.listener is not None:
+            self.listener.ended(engine_request_id, reason, time.monotonic())
 
     def poll(self, timeout_s: float) -> list[RequestOutput]:
         """Results that changed, each as it is now; waits up to `timeout_s` for the first.
@@ -222,10 +169,9 @@ class EngineClient:
                 result = self.processor.process(output)
                 if self.listener is not None:
                     self.listener.gained(output, now)
+                self.balance.computed(output)
                 if output.finish_reason is not None:
                     self._ended(output.request_id, output.finish_reason)
-                elif self.balance_by_tokens:
-                    self._computed(output)
                 if result is not None:
                     changed[result.request_id] = result
         self._tell_ended(self.processor.take_aborts(), "stop")
@@ -243,7 +189,7 @@ class EngineClient:
 
     def _check_silence(self, now: float) -> None:
         limit = self.config.step_timeout_s + _SILENCE_GRACE_S
-        for rank, load in enumerate(self._loads):
+        for rank, load in enumerate(self.balance.loads):
             if load.num_requests and now - max(self.group.last_heard[rank], load.busy_since) > limit:
                 self.group.kill()
                 raise RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
@@ -256,19 +202,20 @@ class EngineClient:
     def _tell_ended(self, engine_ids: Iterable[str], reason: FinishReason) -> None:
         by_rank: dict[int, list[str]] = {}
         for engine_id in engine_ids:
-            if engine_id in self._placed:
-                by_rank.setdefault(self._placed[engine_id].rank, []).append(engine_id)
+            placed = self.balance.placed.get(engine_id)
+            if placed is not None:
+                by_rank.setdefault(placed.rank, []).append(engine_id)
                 self._ended(engine_id, reason)
         for rank, ids in by_rank.items():
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
 
     def num_requests_per_rank(self) -> list[int]:
         """Unfinished requests of each rank."""
-        return [load.num_requests for load in self._loads]
+        return [load.num_requests for load in self.balance.loads]
 
     def num_tokens_per_rank(self) -> list[int]:
-        """Tokens that the unfinished requests of each rank may still need computed."""
-        return [load.num_tokens for load in self._loads]
+        """Tokens that the unfinished requests of each rank are expected to need computed."""
+        return [load.num_tokens for load in self.balance.loads]
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
         """Step counters of every rank, by rank; call it while nothing is being generated."""

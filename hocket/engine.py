@@ -10,6 +10,7 @@ from hocket.cache.manager import KVCacheManager
 from hocket.config.engine import EngineConfig
 from hocket.dist.exchange import StepExchange
 from hocket.dist.mesh import Mesh
+from hocket.dist.record import CLOSES
 from hocket.errors import UBatchFailed
 from hocket.outputs import TokenOutput
 from hocket.overlap import vote
@@ -280,6 +281,10 @@ class Engine:
         return self.stats.totals() | asdict(self.scheduler.counters()) | load
 
     def close(self) -> None:
+        """All ranks together. Raises RankLost where one does not come, and others would wait for it."""
         self.log.close()
+        if self.runner.closes_together:
+            self.exchange.exchange([0] * vote.NUM_ROWS)
+            self.mesh.record.enter(CLOSES)
         self.runner.close()
         self.exchange.close()

@@ -27,6 +27,7 @@ from hocket.processor import Processor
 from hocket.progress import Bar, StartUpBars
 from hocket.prompt import parse_prompts
 from hocket.request import SamplingParams
+from hocket.startup import StartUp
 from hocket.tokenizer.idioms import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class LLM:
             generation_config=GenerationConfig.from_pretrained(self.config.model_path),
             seed=options.seed,
         )
+        front_s = time.perf_counter() - started
         world_size = self.config.parallel.data_parallel_size
         others = Hosts(hosts, must_agree(options)) if hosts is not None else None
         self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
@@ -110,7 +112,8 @@ class LLM:
             self.close()
             raise
         self.client = EngineClient(self.config, self._group, self._processor)
-        self._startup_s = time.perf_counter() - started
+        of_ranks = [rank["startup_s"] for rank in self.ranks]
+        self.startup = StartUp(began=started, ready=time.perf_counter(), front_s=front_s, ranks=of_ranks)
         logger.info("%s", self.summary())
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -211,11 +214,11 @@ class LLM:
         if config.overlap.num_ubatches > 1:
             experts += f", {config.overlap.num_ubatches} ubatches ({config.overlap.executor})"
         blocks = " / ".join(str(n) for n in sorted({rank["num_blocks"] for rank in ranks}))
-        threads = ranks[0]["num_threads"]
+        threads, ready_s = ranks[0]["num_threads"], self.startup.total_s
         return (
             f"{self.options.model} ({config.model.model_type}, {config.dtype}): {len(ranks)} rank"
             f"{'s' * (len(ranks) > 1)} on {config.device}, {threads} thread{'s' * (threads > 1)} each, {experts}; "
-            f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {self._startup_s:.1f} s"
+            f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {ready_s:.1f} s"
         )
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:

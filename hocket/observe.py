@@ -68,6 +68,7 @@ class Observer:
         if isinstance(order, SetThresholds):
             self._engine.set_thresholds(order.decode, order.prefill)
             return None
+        self._engine.scheduler.forget_prefixes()  # what is timed writes to blocks, whatever they hold
         if isinstance(order, TimeReplays):
             with self._time_limit(f"replaying the {name_of(order.size, order.num_ubatches)}"):
                 graph = self._engine.runner.graphs[order.size, order.num_ubatches]

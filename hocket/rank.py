@@ -43,6 +43,7 @@ from hocket.engine import Engine
 from hocket.envs import set_up_logging
 from hocket.errors import BatonTimeout, HocketError, RankLost
 from hocket.observe import Observer
+from hocket.startup import PROCESSES, RENDEZVOUS, Phases, process_began
 
 logger = logging.getLogger(__name__)
 _FRONT_KEY = "front"
@@ -51,9 +52,10 @@ _SIGN_OF_LIFE_S = 1.0
 
 
 class RankProcess:
-    """Takes messages and steps the engine until it is told to stop."""
+    """Takes messages and steps the engine until it is told to stop. phases: of its start, for the first engine."""
 
-    def __init__(self, channel: RankChannel, world: World) -> None:
+    def __init__(self, channel: RankChannel, world: World, phases: Phases) -> None:
+        self._phases: Phases | None = phases
         self.channel = channel
         self.world = world
         self.rank = world.place.rank
@@ -172,6 +174,7 @@ class RankProcess:
     """What concerns work; the other messages are questions for the engine's observer."""
 
     def _configure(self, config: EngineConfig) -> None:
+        phases, self._phases = self._phases or Phases(), None
         self._wave += 1  # on all ranks: a wake that was asked for before must not start some of them early
         self.lock_step = config.parallel.enable_expert_parallel
         device = self.world.place.device(config.device)
@@ -186,6 +189,7 @@ class RankProcess:
         exchange = self.world.exchange(
             lock_step=self.lock_step, timeout_s=config.step_timeout_s, connect_timeout_s=config.startup_timeout_s
         )
+        phases.end(RENDEZVOUS)
         with torch.inference_mode():
             self.engine = Engine(config, mesh, exchange, self._progress, partial(self._limit, config))
         self._observer = Observer(self.engine, self.rank, partial(self._limit, config))
@@ -193,6 +197,7 @@ class RankProcess:
         gc.freeze()  # else a full collection, in the middle of serving, looks through all of it for some 100 ms
         self._watchdog = Watchdog(self.world.record, config.step_timeout_s, partial(self._end, self._stuck))
         info = self.engine.runner.info()
+        info["startup_s"] = phases.seconds | info["startup_s"]
         logger.info("engine built: %s", info)
         self.channel.send(Ready(rank=self.rank, info=info))
 
@@ -244,6 +249,7 @@ def serve(place: Place, address: str | None, startup_timeout_s: float) -> int:
 
     `address`: the front's; None under torchrun on other ranks than 0, which learn it from the group's store.
     """
+    phases = Phases(process_began())
     channel = RankChannel(address, place.rank) if address else None
     try:
         set_up_logging(f"hocket rank {place.rank}")
@@ -253,8 +259,9 @@ def serve(place: Place, address: str | None, startup_timeout_s: float) -> int:
         world.claim()
         channel = channel or RankChannel(world.store.get(_FRONT_KEY).decode(), place.rank)
         channel.send(Hello(rank=place.rank, pid=os.getpid()))
+        phases.end(PROCESSES)
         world.join()
-        process = RankProcess(channel, world)
+        process = RankProcess(channel, world, phases)
         with torch.inference_mode():
             process.run()
         world.close()

@@ -50,7 +50,7 @@ class FakeGroup:
         self._event = os.eventfd(0)
 
     def configure(self, config: Any, on_progress: Any = None) -> list[dict[str, Any]]:
-        return [{"moe_backend": "fake", "num_blocks": 1, "num_threads": 1} for _ in self.ranks]
+        return [{"moe_backend": "fake", "num_blocks": 1, "num_threads": 1, "startup_s": {}} for _ in self.ranks]
 
     def send(self, rank: int, message: ToRank) -> None:
         received = decode_for_rank(encode(message))

@@ -42,12 +42,12 @@ class FakeServed(Served):
             yield
         finally:
             self.group.paused = False
-            self.on_loop(self.engine.client._pump)
+            self.on_loop(self.model.client._pump)
 
     def step(self, ranks: Sequence[int] | None = None) -> None:
         """One step of paused ranks, or of some of them."""
         self.on_loop(lambda: self.group.step(ranks))
-        self.on_loop(self.engine.client._pump)
+        self.on_loop(self.model.client._pump)
 
 
 @contextmanager

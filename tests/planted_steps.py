@@ -3,7 +3,7 @@
 The file PLANT_FILE holds "rank ubatch place what" once (places are joined by "-"). The rank and ubatch named do it in
 layer LAYER, where overlap is on in a step that is split: raise; hang; wait (say so in PLANT_FILE.here, then sleep, so
 that a signal surely hits in the middle of the step); skip (leave the transfer out; in place "layer" the whole sparse
-layer).
+layer). Place "replay": of ubatch 0, behind the launch of a graph of ubatches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 from hocket.engine import Engine
 from hocket.models.base import DecoderLayer
 from hocket.moe.layer import MoELayer
+from hocket.overlap.vote import StepPlan
 from hocket.ubatch.context import current
 from hocket.ubatch.transfer import Transfer
+from hocket.worker.runner import Runner
 
 PLANT_FILE = "PLANT_FILE"
 LAYER = 2
@@ -47,19 +49,26 @@ def install() -> None:
         transport.finalize = planted_transfers(self, transport.finalize, "combine")  # type: ignore[method-assign]
 
     Engine.__init__ = build_and_plant  # type: ignore[method-assign]
+    plant_in_replays()
 
 
 def planted(engine: Engine, place: str) -> str:
     """What to do here and now, "" if nothing; said once."""
-    path, context = Path(os.environ[PLANT_FILE]), current()
+    context = current()
+    if context is None or (context.baton.size == 1 and engine.config.overlap.num_ubatches > 1):
+        return ""  # the step is not split
+    return taken(engine.mesh.rank, context.idx, place)
+
+
+def taken(rank: int, ubatch: int, place: str) -> str:
+    """What the file says for there, "" if nothing; it is said once."""
+    path = Path(os.environ[PLANT_FILE])
     try:
-        rank, ubatch, where, what = path.read_text().split()
+        *numbers, where, what = path.read_text().split()
     except (FileNotFoundError, ValueError):  # nothing planted, or another rank has just taken it
         return ""
-    if context is None or [int(rank), int(ubatch), where] != [engine.mesh.rank, context.idx, place]:
+    if [*map(int, numbers), where] != [rank, ubatch, place]:
         return ""
-    if context.baton.size == 1 and engine.config.overlap.num_ubatches > 1:
-        return ""  # the step is not split
     path.unlink()
     return what
 
@@ -82,6 +91,18 @@ def plant_in(engine: Engine, module: Any, place: str) -> None:
         return forward(*args, **kwargs)
 
     module.forward = planted_forward
+
+
+def plant_in_replays() -> None:
+    launch = Runner.launch
+
+    def launch_and_do(self: Runner, ubatches: Any, batch: Any, plan: StepPlan, before: Any) -> Any:
+        found = launch(self, ubatches, batch, plan, before)
+        if plan.graph_tokens and plan.num_ubatches > 1:
+            do(taken(self.mesh.rank, 0, "replay"), "replay")
+        return found
+
+    Runner.launch = launch_and_do  # type: ignore[method-assign]
 
 
 def plant_skip(engine: Engine, sparse: MoELayer) -> None:

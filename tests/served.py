@@ -16,8 +16,8 @@ from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.server import run
 from hocket.server.app import make_app
-from hocket.server.engine import Engine
 from hocket.server.gate import Gate
+from hocket.server.served_model import ServedModel
 from hocket.server.settings import Settings
 
 LIMIT_S = 20.0
@@ -25,7 +25,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Served:
-    """A running server of an LLM, on a free port. ended: what the engine ended with."""
+    """A running server of an LLM, on a free port. ended: what the model ended with."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         self.llm = llm
@@ -42,13 +42,19 @@ class Served:
 
     async def _serve(self, options: Options) -> None:
         self.loop = asyncio.get_running_loop()
-        self.engine = Engine(self.llm, options, restart=False, on_end=self.ended.append)
-        app = make_app(self.engine, self._settings)
+        self.model = ServedModel(
+            self.llm,
+            options,
+            restart=False,
+            on_end=self.ended.append,
+            prefix_affinity=self._settings.prefix_affinity,
+        )
+        app = make_app(self.model, self._settings)
         self._server = uvicorn.Server(run._config(app, self._settings))
         self._app = app
         self.loop.call_soon(self._ready.set)
         await self._server.serve([self._listener])
-        self.engine.close()
+        self.model.close()
 
     @property
     def gate(self) -> Gate:

@@ -141,7 +141,7 @@ async def _one_run(server: Server, load: Load, seed: int, progress: Callable[[in
 
 
 def _row(server: Server, load: Load, runs: list[Run]) -> dict[str, Any]:
-    """Times over all answers of all runs; rates as medians over the runs."""
+    """Times over all answers of all runs; rates as medians over the runs. runs: rates of each, and medians of times."""
     answers = [answer for one in runs for answer in one.answers]
     good = [answer for answer in answers if not answer.error]
     errors = dict.fromkeys(answer.error for answer in answers if answer.error)
@@ -162,7 +162,14 @@ def _row(server: Server, load: Load, runs: list[Run]) -> dict[str, Any]:
         "seconds": statistics.median(one.seconds for one in runs),
         **{name: statistics.median(values) for name, values in rates.items()},
         **{name: _spread(values) for name, values in times(good).items()},
+        "runs": {**rates, **{name: [_median_ms(one, name) for one in runs] for name in TIMES}},
     }
+
+
+def _median_ms(run: Run, name: str) -> float | None:
+    """None where no answer of the run has such a time."""
+    values = times([answer for answer in run.answers if not answer.error])[name]
+    return statistics.median(values) if values else None
 
 
 def times(answers: Sequence[Streamed]) -> dict[str, list[float]]:

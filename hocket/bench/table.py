@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from hocket.bench import serve_table
+from hocket.bench.serve_table import Column, Row
 from hocket.errors import ConfigError
 
-Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]
 OURS = "Hocket"
 
 
@@ -43,11 +42,11 @@ def table_of(reports: Sequence[Row]) -> str:
     Rows of other engines (reports with an "engine") stand behind ours of the same kind. A ratio to them is given only
     where it lies outside the spread of both.
     """
-    rows = [row | {"engine": report.get("engine", OURS)} for report in reports for row in report["rows"]]
+    rows = [row | _of_report(report, row) for report in reports for row in report["rows"]]
     rows.sort(key=lambda row: (str(row.get("phase")), row.get("tokens_per_gpu") or 0, row["engine"] != OURS))
     settings, figures = COLUMNS[reports[0]["bench"]]
     columns = [(title, [cell(row) for row in rows]) for title, cell in [*settings, *figures]]
-    others = [row for row in rows if row["engine"] != OURS]
+    others = [row for row in rows if row["engine"] != OURS and "tokens_per_s" in row]
     if others:
         columns.append(("against others", [_against(row, others) for row in rows]))
     alike = {title for title, cells in columns[: len(settings)] if len(set(cells)) == 1}
@@ -58,6 +57,12 @@ def table_of(reports: Sequence[Row]) -> str:
     lines += [_line([cells[i] for _, cells in shown]) for i in range(len(rows))]
     notes = list(dict.fromkeys(note for row in rows if (note := bytes_read(row))))
     return "\n".join([*lines, "", *notes] if notes else lines)
+
+
+def _of_report(report: Row, row: Row) -> Row:
+    """What a row gets of its report: whose engine it is of, and of servers the first one, if that is another."""
+    first = report["rows"][0]
+    return {"engine": report.get("engine", OURS), serve_table.AGAINST: None if row is first else first}
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -236,6 +241,7 @@ COLUMNS: dict[str, tuple[list[Column], list[Column]]] = {
             ("experts × floor", _times_floor),
         ],
     ),
+    "serve": (serve_table.SETTINGS, serve_table.FIGURES),
     "throughput": (
         [*_COMMON, *_ENGINE],
         [

@@ -64,7 +64,8 @@ class CountKernels(ToRank):
 
 class TimeReplays(ToRank):
     """Replay the CUDA graph of `size` rows in so many ubatches `count` times, back to back and over what its last step
-    left; Stats will have the µs of one. For all ranks at once, none of which may have requests."""
+    left; Stats will have the µs of one. For all ranks at once, none of which may have requests. Prefixes are forgotten:
+    a replay writes to the blocks of that step, which may hold something else by now."""
 
     size: int
     count: int
@@ -80,10 +81,11 @@ class SetThresholds(ToRank):
 
 class TimeLanes(ToRank):
     """Time the compute and the communication of a step each alone, whole and in ubatches; Lanes is the answer. For all
-    ranks at once, none of which may have requests.
+    ranks at once, none of which may have requests. Prefixes are forgotten: the step writes to their blocks.
 
-    A step of `num_tokens` tokens on every rank. phase: "decode" at contexts of `length` tokens, or "prefill" of prompts
-    of `length`. repeats: so many times in turn. count: steps that one figure goes over.
+    A step of `num_tokens` tokens on every rank. phase: "decode" at contexts of `length` tokens, with the rows of the
+    CUDA graph that it would replay, or "prefill" of prompts of `length`. repeats: so many times in turn. count: steps
+    that one figure goes over.
     """
 
     phase: str

@@ -253,7 +253,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="name to send (default: the one that is served)")] = None,
     api_key: Annotated[str | None, typer.Option(help="key to send (default: HOCKET_API_KEY)")] = None,
     limit: Annotated[float, typer.Option(help="seconds that an answer may take", min=0.1)] = 600.0,
-    repeats: _Repeats = 3,
+    repeats: _Repeats = 5,
     output: _Output = None,
 ) -> None:
     """Load on a running server: when first tokens and further ones come, and tokens a second.
@@ -261,7 +261,13 @@ def serve(
     Open loop: requests arrive at their rate, whatever became of those before. Any server with OpenAI's API will do.
     Exit code 1: requests failed (the table says why).
 
-    Example: hocket bench serve --url http://127.0.0.1:8000 --request-rate 8 --output-len 32
+    Two servers are compared in turn: give --url twice and --output FILE; hocket bench table FILE shows the ratios.
+
+    Examples:
+
+    hocket bench serve --url http://127.0.0.1:8000 --request-rate 8 --output-len 32
+
+    hocket bench serve --url http://127.0.0.1:8000 --url http://127.0.0.1:8001 --output ab.json
     """
     from hocket.bench.http_client import Server
     from hocket.bench.serve import Load, run

@@ -46,6 +46,14 @@ def serve(
         str,
         typer.Option(help="when a rank is lost: exit (code 1), or restart all ranks", rich_help_panel=_SERVER),
     ] = "exit",
+    prefix_affinity: Annotated[
+        bool,
+        typer.Option(
+            help="send a request to the rank whose cache has the beginning of its prompt, unless that rank has "
+            "more tokens to compute than another one, by more than this saves",
+            rich_help_panel=_SERVER,
+        ),
+    ] = True,
     metrics_names: Annotated[
         str, typer.Option(help="prefix of the metrics that vLLM has too: hocket or vllm", rich_help_panel=_SERVER)
     ] = "hocket",
@@ -168,6 +176,7 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         api_keys=tuple(keys),
         on_rank_loss=on_rank_loss,
+        prefix_affinity=prefix_affinity,
         reasoning_parser=reasoning_parser,
         enable_auto_tool_choice=enable_auto_tool_choice,
         tool_call_parser=tool_call_parser,

@@ -21,6 +21,7 @@ TRANSPORTS = {
     "local": True,
     "torch": True,  # it and the next one add up ranks in rank order
     "allgather_reducescatter": True,
+    "nvlink_copy": True,  # likewise
     "deepep_high_throughput": False,
     "deepep_low_latency": False,
 }

@@ -213,7 +213,7 @@ def _transport(others: int, top_k: int, why: Why) -> str:
 
 def _nccl_ctas(parallel: ParallelConfig, overlap: OverlapConfig, device: str, why: Why) -> int | None:
     """A group's share is fixed when it is made: with overlap it is what split steps leave to it, if none was given."""
-    moves_by_nccl = device != "cpu" and parallel.all2all_backend in NCCL_TRANSPORTS and parallel.emulated_link is None
+    moves_by_nccl = device != "cpu" and parallel.all2all_backend in NCCL_TRANSPORTS
     if parallel.max_nccl_ctas is not None or overlap.num_ubatches == 1 or not moves_by_nccl or overlap.comm_sms == 0:
         return parallel.max_nccl_ctas
     why["max_nccl_ctas"] = f"what split steps leave to transfers ({DBO_COMM_SMS.name})"

@@ -323,6 +323,9 @@ class RankGroup:
             for process in self._processes.values():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(deadline - time.monotonic(), 0.01))
+            if left := [rank for rank, process in self._processes.items() if process.poll() is None]:
+                said = "rank %s did not end within %g s of being told to: killed%s"
+                logger.warning(said, listed(left), _CLOSE_S, _where(self._records.read()))
         finally:  # also when Ctrl-C comes a second time
             self.kill("")
 

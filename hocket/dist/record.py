@@ -18,8 +18,8 @@ _TRANSFER = struct.Struct("=qq32s")  # transfers, whether one is under way, its 
 _BEAT = struct.Struct("=q")  # when the process last ran (time.monotonic_ns, one clock for all processes of a host)
 _BEAT_AT = _STEP.size + _TRANSFER.size
 RECORD_BYTES = _BEAT_AT + _BEAT.size
-RESTS, IN_EXCHANGE, COMPUTES = 0, 1, 2
-_STATES = ("between steps", "in the step exchange", "computing")
+RESTS, IN_EXCHANGE, COMPUTES, CLOSES = range(4)
+_STATES = ("between steps", "in the step exchange", "computing", "giving back what its transfers took")
 
 
 class Record:
@@ -45,7 +45,7 @@ class Record:
         _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def enter(self, state: int) -> None:
-        """What the rank does now: RESTS, IN_EXCHANGE or COMPUTES, which begins a step."""
+        """What the rank does now: RESTS, IN_EXCHANGE, COMPUTES, which begins a step, or CLOSES."""
         self.steps += state == COMPUTES
         self.state = state
         _STEP.pack_into(self._memory, 0, self.steps, state)

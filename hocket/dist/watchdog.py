@@ -7,6 +7,7 @@ Each look also tells the record that the process runs, by which the front knows 
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -63,3 +64,14 @@ def time_limit(limit_s: float, on_late: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def last_resort(limit_s: float) -> Iterator[None]:
+    """End this process if what is done inside is not over after `limit_s` seconds, also where a library lets no other
+    thread run meanwhile; where it was goes to standard error."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -16,7 +16,7 @@ from hocket.config.devices import num_gpus
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.errors import HocketError
-from hocket.explain.memory import memory
+from hocket.explain.memory import held_by_first_rank, memory
 from hocket.explain.messages import SAMPLE_TOKENS, messages
 from hocket.explain.options import resolve_what_can_be, resolved_options
 from hocket.explain.order import orders
@@ -43,10 +43,11 @@ def describe(options: Options, free_bytes: int | None = None) -> tuple[dict[str,
     assumed = options.data_parallel_size if too_few else None
     options, config, why, refused = resolve_what_can_be(options, assumed)
     found = _shape(config) | {"assumed_gpus": assumed, "gpus_here": num_gpus()}
-    sent = messages(config)
+    held = held_by_first_rank(config)
+    sent = messages(config, held.sends_fp8)
     found["messages"] = {"sample_tokens": SAMPLE_TOKENS, "transports": sent}
     rooms = next(((one["received_bytes"], one["reserved_bytes"]) for one in sent if one["is_chosen"]), (0.0, 0.0))
-    found["memory"] = memory(config, free_bytes, *rooms)
+    found["memory"] = memory(config, held, free_bytes, *rooms)
     found["backends"] = _backends(config, found["memory"])
     uncapturable = _uncapturable(config, found["backends"]) if config.graphs.sizes else []
     graphs = config.graphs
@@ -117,7 +118,7 @@ def _traits(config: EngineConfig) -> dict[str, Any]:
     """Of the transport that would run, over the emulated link where there is one."""
     found = traits(config.parallel.all2all_backend)
     if config.parallel.emulated_link is not None:
-        found |= {"is_apart": LinkEmulator.is_apart, "max_sms": LinkEmulator.max_sms}
+        found |= {"is_apart": LinkEmulator.is_apart}
     return found
 
 

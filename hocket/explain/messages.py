@@ -26,11 +26,12 @@ _WIDTH = 64
 """Of the random vectors that the router sees: what it chooses does not depend on it."""
 
 
-def messages(config: EngineConfig) -> list[dict[str, Any]]:
-    """{name, is_chosen, dispatch_bytes, combine_bytes, received_bytes, reserved_bytes} of each transport for such a
-    device between so many ranks: what a rank sends to others for one of its tokens in one sparse layer, the room that
-    it has for what comes (for each of its tokens, where all have as many) and what it keeps all the time for steps of
-    so many. Empty for one rank, whose tokens do not move.
+def messages(config: EngineConfig, may_be_fp8: bool = False) -> list[dict[str, Any]]:
+    """{name, is_chosen, is_fp8, dispatch_bytes, combine_bytes, received_bytes, reserved_bytes} of each transport for
+    such a device between so many ranks: what a rank sends to others for one of its tokens in one sparse layer, the room
+    that it has for what comes (for each of its tokens, where all have as many) and what it keeps all the time for steps
+    of so many. Empty for one rank, whose tokens do not move. may_be_fp8: all experts take rows in fp8; is_fp8: rows are
+    dispatched so, with their scales.
     """
     parallel = config.parallel
     num_ranks = parallel.expert_parallel_size
@@ -38,24 +39,32 @@ def messages(config: EngineConfig) -> list[dict[str, Any]]:
         return []
     placement = ExpertPlacement(config.model.moe.num_experts, num_ranks, parallel.expert_placement_strategy)
     return [
-        {"name": name, "is_chosen": name == parallel.all2all_backend, **_sent(name, config, placement)}
+        {"name": name, "is_chosen": name == parallel.all2all_backend, **_sent(name, config, placement, may_be_fp8)}
         for name in (NCCL_TRANSPORTS if config.device == "cpu" else EP_TRANSPORTS)
     ]
 
 
-def _sent(name: str, config: EngineConfig, placement: ExpertPlacement) -> dict[str, float]:
+def _sent(name: str, config: EngineConfig, placement: ExpertPlacement, may_be_fp8: bool) -> dict[str, float]:
     """Bytes per token of rank 0, by the transport `name`."""
     num_tokens = 1 if transport_class(name).requires_padding else SAMPLE_TOKENS  # of fixed shapes each costs the same
     ids, weights = _choices(config, SAMPLE_TOKENS)
     hidden_size, dtype = config.model.hidden_size, getattr(torch, config.dtype)
     counted = transport_class(name).sent_bytes(
-        Tokens(placement=placement, ids=ids, hidden_size=hidden_size, dtype=dtype)
+        Tokens(
+            placement=placement,
+            ids=ids,
+            hidden_size=hidden_size,
+            dtype=dtype,
+            num_ubatches=config.overlap.num_ubatches,
+            may_be_fp8=may_be_fp8,
+        )
     )
     if counted is None:
         counted = _run(name, config, placement, ids[:num_tokens], weights[:num_tokens])
     else:
         num_tokens = SAMPLE_TOKENS
     return {
+        "is_fp8": counted.is_fp8,
         "dispatch_bytes": counted.dispatch / num_tokens,
         "combine_bytes": counted.combine / num_tokens,
         "received_bytes": counted.received / num_tokens,

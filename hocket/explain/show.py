@@ -105,13 +105,17 @@ def _print_messages(console: Console, found: dict[str, Any]) -> None:
     for one in found["messages"]["transports"]:
         both = (one["dispatch_bytes"] + one["combine_bytes"]) * layers
         name = f"{one['name']} ← chosen" if one["is_chosen"] else one["name"]
-        table.add_row(name, *map(_size, (one["dispatch_bytes"], one["combine_bytes"], both, both * most)))
+        sizes = [*map(_size, (one["dispatch_bytes"], one["combine_bytes"], both, both * most))]
+        sizes[0] += " in fp8" * one["is_fp8"]
+        table.add_row(name, *sizes)
     note = (
         "What a rank sends to others: for one of its tokens in one sparse layer, in all of them, in its largest step. "
         f"torch: the mean of {found['messages']['sample_tokens']} tokens that choose experts at random."
     )
     if found["device"] != "cpu":
         note += " DeepEP's: the same; low_latency is for decodes, high_throughput for prefills."
+    if any(one["is_fp8"] for one in found["messages"]["transports"]):
+        note += " In fp8, with scales, where experts are (Hopper, DeepGEMM); elsewhere in the model's dtype."
     _print_table(console, "Messages", table, note)
 
 

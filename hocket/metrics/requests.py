@@ -33,9 +33,14 @@ def _tokens() -> Histogram:
 
 @dataclass(slots=True)
 class RankRequests:
-    """Of one rank's requests since the start. prompt_tokens: of requests that had their first token, those found in the
-    prefix cache included. The times of whole requests are of those that came to an end of their own (stop, length)."""
+    """Of one rank's requests since the start.
 
+    known_prompt_tokens: those that it was thought to have in its prefix cache when it was sent their requests.
+    prompt_tokens: of requests that had their first token, those found in the prefix cache included. The times of whole
+    requests are of those that came to an end of their own (stop, length).
+    """
+
+    known_prompt_tokens: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     ends: dict[str, int] = field(default_factory=dict)
@@ -71,8 +76,9 @@ class RequestTimes:
         self.ranks = [RankRequests() for _ in range(num_ranks)]
         self._open: dict[str, _Open] = {}
 
-    def added(self, rank: int, request: EngineRequest, arrived_at: float) -> None:
+    def added(self, rank: int, request: EngineRequest, arrived_at: float, num_known: int) -> None:
         """As `hocket.client.Listener`, also below."""
+        self.ranks[rank].known_prompt_tokens += num_known
         self._open[request.request_id] = _Open(rank, len(request.prompt_token_ids), arrived_at)
 
     def gained(self, output: TokenOutput, now: float) -> None:

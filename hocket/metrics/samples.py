@@ -77,6 +77,7 @@ _TIMES = {
 
 def request_samples(sums: RankRequests) -> Iterator[Sample]:
     """Of one rank's requests."""
+    yield Sample("known_prompt_tokens", (), sums.known_prompt_tokens)
     yield Sample("prompt_tokens", (), sums.prompt_tokens)
     yield Sample("generation_tokens", (), sums.generation_tokens)
     yield from _by("request_success", dict.fromkeys(ENDS, 0) | sums.ends)

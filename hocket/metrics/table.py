@@ -74,6 +74,10 @@ COMMON = (
     _histogram("request_generation_tokens", "tokens generated for a request", is_common=True),
 )
 OWN = (
+    _counter(
+        "known_prompt_tokens",
+        "prompt tokens thought to be in the rank's prefix cache when it was sent their requests",
+    ),
     _counter("steps", "steps of the rank, by what its own batch was", "phase"),
     _counter("failed_steps", "steps whose results were worthless, here or on another rank"),
     _counter("overlap_steps", "steps by phase and by why they were split or not", "phase", "reason"),

@@ -117,6 +117,10 @@ class Scheduler:
             kv_usage=self._cache.usage,
         )
 
+    def forget_prefixes(self) -> None:
+        """No request finds anything in the cache that was computed before. Those that run keep their blocks."""
+        self._cache.clear_prefixes()
+
     def add(self, request: Request) -> None:
         """Queues a request. CapacityError if it could never run; ConfigError if it is empty or its id is in use."""
         if request.request_id in self._requests:

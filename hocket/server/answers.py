@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from hocket.errors import HocketError
 from hocket.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hocket.server.async_client import Closed, Item, Results
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, Json, api_error
 from hocket.server.protocol import Sampled
+from hocket.server.served_model import ServedModel
 
 DONE = b"data: [DONE]\n\n"
 
@@ -65,7 +65,7 @@ class Tail:
 class Form(ABC):
     """One request of an endpoint, and how its answer looks. names: the endpoint's names of fields, by ours."""
 
-    engine: Engine
+    served: ServedModel
     body: Sampled
     answer_id: str
     model: str
@@ -77,7 +77,7 @@ class Form(ABC):
 
     @abstractmethod
     async def items(self) -> list[Item]:
-        """What to ask of the engine."""
+        """What to ask of the model."""
 
     @abstractmethod
     def choice(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -119,10 +119,18 @@ class Form(ABC):
         ]
         return self._envelope(self.whole_object, choices) | {"usage": self.usage()}
 
-    def event(self, choices: list[dict[str, Any]], *, usage: bool) -> bytes:
-        """A chunk of a stream."""
-        chunk = self._envelope(self.chunk_object, choices)
-        return sse(chunk | {"usage": self.usage()} if usage else chunk)
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """A part of a stream. Whoever asks for usage at the end finds null in all chunks before, as of OpenAI."""
+        options, message = self.body.stream_options, self._envelope(self.chunk_object, [choice])
+        if options is not None and options.continuous_usage_stats:
+            message["usage"] = self.usage()
+        elif options is not None and options.include_usage:
+            message["usage"] = None
+        return sse(message)
+
+    def last_chunk(self) -> bytes:
+        """With the numbers of tokens."""
+        return sse(self._envelope(self.chunk_object, []) | {"usage": self.usage()})
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -142,7 +150,7 @@ def sse(message: dict[str, Any]) -> bytes:
 async def answer(request: Request, form: Form) -> Response:
     """Run a request to its answer. Raises ApiError where it is refused or fails before anything is streamed."""
     try:
-        results = form.engine.submit(await form.items(), whole=not form.body.stream)
+        results = form.served.submit(await form.items(), whole=not form.body.stream)
     except HocketError as error:
         raise api_error(error, names=form.names()) from error
     headers = {"x-request-id": form.answer_id}
@@ -155,8 +163,6 @@ async def answer(request: Request, form: Form) -> Response:
 
 
 async def _events(form: Form, results: Results) -> AsyncGenerator[bytes, None]:
-    options = form.body.stream_options
-    always = bool(options and options.continuous_usage_stats)
     tails: dict[tuple[int, int], Tail] = {}
     try:
         async for position, output in results:
@@ -166,9 +172,9 @@ async def _events(form: Form, results: Results) -> AsyncGenerator[bytes, None]:
                 gain = tail.gain(completion, wants_tokens=bool(form.body.return_token_ids))
                 if gain is not None:
                     for choice in form.chunks(position, output, completion.index, gain):
-                        yield form.event([choice], usage=always)
-        if options and options.include_usage:
-            yield form.event([], usage=True)
+                        yield form.chunk(choice)
+        if form.body.stream_options and form.body.stream_options.include_usage:
+            yield form.last_chunk()
     except HocketError as error:  # the status has been sent: an event is all that is left
         yield sse(api_error(error).body)
     yield DONE

@@ -23,11 +23,11 @@ from hocket.server import errors
 from hocket.server.answers import answer, check_model
 from hocket.server.chat import ChatForm, render
 from hocket.server.completions import CompletionForm
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError, Json
 from hocket.server.gate import Gate
 from hocket.server.profile import MAX_STEPS, NUM_STEPS, Phase, Profiler
 from hocket.server.protocol import AbortRequest, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from hocket.server.served_model import ServedModel
 from hocket.server.settings import Settings
 
 _MAX_LENIENT_BYTES = 2**16
@@ -63,18 +63,18 @@ class _Route(APIRoute):
         return checked
 
 
-def make_app(engine: Engine, settings: Settings) -> FastAPI:
-    """The ASGI app over a running engine."""
-    names = settings.served_model_names or (engine.options.model,)
+def make_app(served: ServedModel, settings: Settings) -> FastAPI:
+    """The ASGI app over a model that is served."""
+    names = settings.served_model_names or (served.options.model,)
     app = FastAPI(title="Hocket", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     errors.install(app)
-    metrics = Metrics(engine.llm.config, names[0], settings.metrics_names)
-    engine.count_into(metrics)
-    app.include_router(_generating(engine, names, settings))
-    app.include_router(_texts(engine, names))
-    app.include_router(_looking(engine, names, metrics))
-    app.include_router(_profiling(Profiler(engine, settings.profile_dir)))
+    metrics = Metrics(served.llm.config, names[0], settings.metrics_names)
+    served.count_into(metrics)
+    app.include_router(_generating(served, names, settings))
+    app.include_router(_texts(served, names))
+    app.include_router(_looking(served, names, metrics))
+    app.include_router(_profiling(Profiler(served, settings.profile_dir)))
     app.add_middleware(Gate, settings=settings)
     if settings.allowed_origins:
         app.add_middleware(
@@ -83,20 +83,20 @@ def make_app(engine: Engine, settings: Settings) -> FastAPI:
     return app
 
 
-def _generating(engine: Engine, names: tuple[str, ...], settings: Settings) -> APIRouter:
+def _generating(served: ServedModel, names: tuple[str, ...], settings: Settings) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
 
     @router.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         model = check_model(body.model, names)
-        form = CompletionForm(engine, body, _answer_id("cmpl", request), model, _rank(request))
+        form = CompletionForm(served, body, _answer_id("cmpl", request), model, _rank(request))
         return await answer(request, form)
 
     @router.post("/v1/chat/completions", responses=_STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = check_model(body.model, names)
         form = ChatForm(
-            engine=engine,
+            served=served,
             body=body,
             answer_id=_answer_id("chatcmpl", request),
             model=model,
@@ -109,14 +109,14 @@ def _generating(engine: Engine, names: tuple[str, ...], settings: Settings) -> A
     @router.post("/abort")
     async def abort(body: AbortRequest) -> Response:
         if body.abort_all:
-            return Json({"aborted": engine.client.abort_all()})
+            return Json({"aborted": served.client.abort_all()})
         ids = [body.request_id] if isinstance(body.request_id, str) else body.request_id or []
-        return Json({"aborted": engine.client.abort_answers(ids)})
+        return Json({"aborted": served.client.abort_answers(ids)})
 
     return router
 
 
-def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
+def _texts(served: ServedModel, names: tuple[str, ...]) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
 
     @router.post("/tokenize")
@@ -125,19 +125,19 @@ def _texts(engine: Engine, names: tuple[str, ...]) -> APIRouter:
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
-            text, special = await render(engine, body, body.tools), bool(body.add_special_tokens)
-        ids = await engine.encode(text, add_special_tokens=special, is_prompt=False)
-        answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+            text, special = await render(served, body, body.tools), bool(body.add_special_tokens)
+        ids = await served.encode(text, add_special_tokens=special, is_prompt=False)
+        answer = {"count": len(ids), "max_model_len": served.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = await engine.texts_of(ids)
+            answer["token_strs"] = await served.texts_of(ids)
         return Json(answer)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         check_model(body.model, names)
-        limit = engine.need_tokenizer().vocab_size
-        ids = await engine.on_thread(lambda: _token_ids(body.tokens, limit))
-        return Json({"prompt": await engine.decode(ids)})
+        limit = served.need_tokenizer().vocab_size
+        ids = await served.on_thread(lambda: _token_ids(body.tokens, limit))
+        return Json({"prompt": await served.decode(ids)})
 
     return router
 
@@ -152,7 +152,7 @@ def _token_ids(given: Any, limit: int) -> list[int]:
     return ids
 
 
-def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRouter:
+def _looking(served: ServedModel, names: tuple[str, ...], metrics: Metrics) -> APIRouter:
     router = APIRouter(route_class=_Route, responses=errors.DOCUMENTED)
     started = int(time.time())
 
@@ -162,8 +162,8 @@ def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRou
             "object": "model",
             "created": started,
             "owned_by": "hocket",
-            "root": engine.options.model,
-            "max_model_len": engine.max_model_len,
+            "root": served.options.model,
+            "max_model_len": served.max_model_len,
         }
 
     @router.get("/v1/models")
@@ -180,16 +180,16 @@ def _looking(engine: Engine, names: tuple[str, ...], metrics: Metrics) -> APIRou
 
     @router.get("/load")
     async def load() -> Response:
-        return Json({"server_load": engine.client.num_requests, "ranks": engine.loads()})
+        return Json({"server_load": served.client.num_requests, "ranks": served.loads()})
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def scrape() -> Response:
-        text = await metrics.scrape(engine.client.ask_counters)
+        text = await metrics.scrape(served.client.ask_counters)
         return Response(text, headers={"content-type": metrics.content_type})
 
     async def health() -> Response:
-        if engine.problem is not None:
-            return Json({"status": "unavailable", "reason": engine.problem}, 503)
+        if served.problem is not None:
+            return Json({"status": "unavailable", "reason": served.problem}, 503)
         return Json({"status": "ok"})
 
     for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):

@@ -9,12 +9,12 @@ from typing import Any
 from hocket.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from hocket.server.answers import Form, Gain
 from hocket.server.async_client import Item
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.logprobs import LogprobWriter
 from hocket.server.parts import AnswerParts, Part, call_chunks, whole_calls
 from hocket.server.protocol import ChatRequest, TokenizeRequest
 from hocket.server.sampling import sampling_params, schema_of
+from hocket.server.served_model import ServedModel
 from hocket.server.tools import tool_use
 from hocket.tokenizer.reasoning import reasoning_start
 
@@ -22,7 +22,7 @@ _OURS = ("self", "messages", "tools", "documents", "add_generation_prompt", "con
 """What the template gets from the request's own fields, or not at all."""
 
 
-async def render(engine: Engine, body: ChatRequest | TokenizeRequest, tools: list[Any] | None) -> str:
+async def render(served: ServedModel, body: ChatRequest | TokenizeRequest, tools: list[Any] | None) -> str:
     """The prompt of a conversation. Raises ApiError, ConfigError where messages or template do not fit."""
     assert body.messages is not None
     for at, message in enumerate(body.messages):
@@ -34,7 +34,7 @@ async def render(engine: Engine, body: ChatRequest | TokenizeRequest, tools: lis
             raise ApiError(400, f"chat_template_kwargs: {name} is a field of the request", param="chat_template_kwargs")
     goes_on = bool(body.continue_final_message)
     starts = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    return await engine.render(
+    return await served.render(
         messages, tools=tools, add_generation_prompt=starts, continue_final_message=goes_on, **variables
     )
 
@@ -85,7 +85,7 @@ class ChatForm(Form):
     chunk_object = "chat.completion.chunk"
 
     def __post_init__(self) -> None:
-        self._writer = LogprobWriter(self.engine.tokenizer)
+        self._writer = LogprobWriter(self.served.tokenizer)
         self._use = tool_use(self.body, self.tool_parser)
         self._start = "none"
         self._parts: dict[int, AnswerParts] = {}
@@ -97,25 +97,25 @@ class ChatForm(Form):
         return renamed | {"max_tokens": asked}
 
     async def items(self) -> list[Item]:
-        body, model = self.body, self.engine.llm.client.processor.generation_config
+        body, model = self.body, self.served.llm.client.processor.generation_config
         limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        given: dict[str, Any] = {"json_schema": await schema_of(body, self.engine, self._use.schema)}
+        given: dict[str, Any] = {"json_schema": await schema_of(body, self.served, self._use.schema)}
         if limit is not None or "max_tokens" not in model.defaults:
             given["max_tokens"] = limit
         if body.logprobs:
             given["logprobs"] = body.top_logprobs or 0
         if body.skip_special_tokens is None and self._has_special_marks():
             given["skip_special_tokens"] = False
-        text = await render(self.engine, body, self._use.tools)
+        text = await render(self.served, body, self._use.tools)
         if self.reasoning_parser is not None and given["json_schema"] is None:
             self._start = reasoning_start(self.reasoning_parser, text, continued=_continued(body))
         params = sampling_params(body, model, detokenize=True, reasoning=self._start, **given)
-        ids = await self.engine.encode(text, add_special_tokens=False)
+        ids = await self.served.encode(text, add_special_tokens=False)
         return [(self.answer_id, {"prompt": text, "prompt_token_ids": ids}, params, self.rank)]
 
     def _has_special_marks(self) -> bool:
         """Whether marks of calls would be left out of the text."""
-        tokenizer = self.engine.need_tokenizer()
+        tokenizer = self.served.need_tokenizer()
         return any(tokenizer.id_of(mark) in tokenizer.special_ids for mark in self._use.marks)
 
     def choice(self, position: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:

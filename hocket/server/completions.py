@@ -28,7 +28,7 @@ class CompletionForm(Form):
     whole_object = chunk_object = "text_completion"
 
     def __post_init__(self) -> None:
-        self._writer = LogprobWriter(self.engine.tokenizer)
+        self._writer = LogprobWriter(self.served.tokenizer)
         self._offsets: dict[tuple[int, int], int] = {}
         self._is_prompt_only = bool(self.body.echo) and self.body.max_tokens == 0
 
@@ -39,14 +39,14 @@ class CompletionForm(Form):
         prompts = _prompts(self.body.prompt)
         if len(prompts) * (self.body.n or 1) > MAX_PROMPTS:
             raise ApiError(400, f"prompt: at most {MAX_PROMPTS} completions, over all prompts", param="prompt")
-        params = self._params(await schema_of(self.body, self.engine))
+        params = self._params(await schema_of(self.body, self.served))
         return [
             (f"{self.answer_id}-{i}" if i else self.answer_id, await self._tokenised(prompt), params, self.rank)
             for i, prompt in enumerate(prompts)
         ]
 
     def _params(self, json_schema: str | None) -> SamplingParams:
-        body, model = self.body, self.engine.llm.client.processor.generation_config
+        body, model = self.body, self.served.llm.client.processor.generation_config
         given: dict[str, Any] = {"json_schema": json_schema}
         if self._is_prompt_only:
             given["max_tokens"] = 1
@@ -54,19 +54,19 @@ class CompletionForm(Form):
             given["max_tokens"] = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if body.logprobs is not None:
             given |= {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
-        return sampling_params(body, model, detokenize=self.engine.tokenizer is not None, **given)
+        return sampling_params(body, model, detokenize=self.served.tokenizer is not None, **given)
 
     async def _tokenised(self, prompt: str | list[int]) -> dict[str, Any]:
         if isinstance(prompt, str):
             special = self.body.add_special_tokens is not False
-            ids = await self.engine.encode(prompt, add_special_tokens=special)
+            ids = await self.served.encode(prompt, add_special_tokens=special)
             return {"prompt": prompt, "prompt_token_ids": ids}
-        self.engine.llm.client.processor.check_length(prompt)  # before every token is looked at, on the loop
+        self.served.llm.client.processor.check_length(prompt)  # before every token is looked at, on the loop
         text = None
-        if self.body.echo and self.engine.tokenizer is not None:
+        if self.body.echo and self.served.tokenizer is not None:
             parse_prompt(prompt)
-            limit = self.engine.llm.client.processor.vocab_size
-            text = await self.engine.decode([i for i in prompt if i < limit])
+            limit = self.served.llm.client.processor.vocab_size
+            text = await self.served.decode([i for i in prompt if i < limit])
         return {"prompt_token_ids": prompt} | ({} if text is None else {"prompt": text})
 
     def is_ready(self, output: RequestOutput) -> bool:

@@ -13,8 +13,8 @@ from hocket.bench.trace import about
 from hocket.channel.messages import Spans
 from hocket.errors import RankLost
 from hocket.server.async_client import TICK_S, AsyncClient
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
+from hocket.server.served_model import ServedModel
 from hocket.trace import page, perfetto
 from hocket.trace.recording import Recording
 from hocket.trace.spans import Step
@@ -28,8 +28,8 @@ _GRACE_S = 5.0
 class Profiler:
     """Has the ranks record steps, and writes them to `folder`; None: the operator wants none."""
 
-    def __init__(self, engine: Engine, folder: str | None) -> None:
-        self._engine = engine
+    def __init__(self, served: ServedModel, folder: str | None) -> None:
+        self._served = served
         self._folder = folder
         self._recording: AsyncClient | None = None
         """The ranks that record: others, started anew, do not."""
@@ -39,16 +39,16 @@ class Profiler:
         """Record the next steps of a phase. What was recorded before is forgotten."""
         if self._folder is None:
             raise ApiError(404, "traces need a server with --profile-dir", code="profile_off")
-        self._engine.check()
-        client = self._engine.client
+        self._served.check()
+        client = self._served.client
         client.tell(lambda: client.client.record_steps(num_steps, phase="" if phase == "any" else phase))
         self._recording = client
 
     async def stop(self) -> dict[str, Any]:
         """Write what was recorded since `start`; where it is."""
-        self._engine.check()
+        self._served.check()
         client, self._recording = self._recording, None
-        if client is None or client is not self._engine.client:
+        if client is None or client is not self._served.client:
             raise ApiError(409, "nothing is being recorded: POST /start_profile first", code="profile_off")
         ranks = await self._recorded(client)
         count = min(len(steps) for steps in ranks)
@@ -88,7 +88,7 @@ class Profiler:
     def _write(self, ranks: list[list[Step]], number: int) -> dict[str, Any]:
         """On a thread."""
         assert self._folder is not None
-        recording = Recording(about(self._engine.options, self._engine.llm.config, "served"), ranks)
+        recording = Recording(about(self._served.options, self._served.llm.config, "served"), ranks)
         name = f"profile-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         html, events = (Path(self._folder, f"{name}.{ending}") for ending in ("html", "json"))
         page.write({"": recording}, html)

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,9 +26,10 @@ from hocket.errors import ConfigError, HocketError, RankLost
 from hocket.llm import LLM, must_agree
 from hocket.server.app import make_app
 from hocket.server.connection import TimedProtocol
-from hocket.server.engine import Engine
+from hocket.server.served_model import ServedModel
 from hocket.server.settings import Settings
 from hocket.server.starting import Starting
+from hocket.startup import process_began
 
 logger = logging.getLogger(__name__)
 LAST_WORDS_S = 3.0
@@ -102,19 +104,20 @@ class _Run:
 
     async def serve(self, llm: LLM) -> None:
         self._loop = asyncio.get_running_loop()
-        self._engine = Engine(
+        self._served = ServedModel(
             llm,
             self._options,
             restart=self._settings.on_rank_loss == "restart",
-            on_end=self._engine_ended,
+            on_end=self._model_ended,
+            prefix_affinity=self._settings.prefix_affinity,
         )
-        self._server = _Server(_config(make_app(self._engine, self._settings), self._settings), self._started)
+        self._server = _Server(_config(make_app(self._served, self._settings), self._settings), self._started)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._drain, number)
         try:
             await self._server.serve([self._listener])
         finally:
-            self._engine.close()
+            self._served.close()
         if self._failure is not None:
             raise self._failure
         if self._num_signals > 1:
@@ -125,6 +128,7 @@ class _Run:
         scheme = "https" if self._settings.ssl_certfile else "http"
         place = f"[{host}]" if ":" in host else host
         keys = "an API key is needed" if self._settings.api_keys else "no API key"
+        say(self._served.llm.startup.line(process_began(), time.perf_counter()))
         say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
 
     def _drain(self, number: int) -> None:
@@ -132,18 +136,18 @@ class _Run:
         self._num_signals += 1
         if self._num_signals > 1:
             self._server.force_exit = True
-            self._engine.client.fail_all(HocketError("the server was stopped"))
+            self._served.client.fail_all(HocketError("the server was stopped"))
             return
         limit_s = self._settings.drain_timeout_s
-        num_requests = self._engine.client.num_requests
+        num_requests = self._served.client.num_requests
         name = signal.Signals(number).name
         say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
-        self._engine.drain()
+        self._served.drain()
         self._server.should_exit = True
         error = HocketError(f"the server is shutting down: the request did not end within {limit_s:g} s")
-        self._loop.call_later(limit_s, self._engine.client.fail_all, error)
+        self._loop.call_later(limit_s, self._served.client.fail_all, error)
 
-    def _engine_ended(self, error: HocketError) -> None:
+    def _model_ended(self, error: HocketError) -> None:
         self._failure = error
         self._loop.call_later(LAST_WORDS_S, self._stop)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from hocket.generation_config import GenerationConfig
 from hocket.request import SamplingParams
-from hocket.server.engine import Engine
 from hocket.server.errors import ApiError
 from hocket.server.protocol import Sampled
+from hocket.server.served_model import ServedModel
 
 _FORMAT = "response_format"
 _SAME = (
@@ -33,7 +33,7 @@ _SAME = (
 )
 
 
-async def schema_of(body: Sampled, engine: Engine, schema: str | None = None) -> str | None:
+async def schema_of(body: Sampled, served: ServedModel, schema: str | None = None) -> str | None:
     """The JSON schema to follow, which has been tried on a thread. Raises ConfigError for one that cannot be.
 
     schema: instead of the one that response_format says.
@@ -44,8 +44,8 @@ async def schema_of(body: Sampled, engine: Engine, schema: str | None = None) ->
     except RecursionError:
         raise ApiError(400, "response_format: a schema of so many levels cannot be followed", param=_FORMAT) from None
     if schema is not None:
-        engine.need_tokenizer()
-        await engine.check_schema(schema)
+        served.need_tokenizer()
+        await served.check_schema(schema)
     return schema
 
 

@@ -28,6 +28,7 @@ class Settings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     on_rank_loss: str = "exit"
+    prefix_affinity: bool = True
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     enable_auto_tool_choice: bool = False

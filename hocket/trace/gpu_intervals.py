@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from hocket.trace.figures import Interval, common, length, union
 
-COMM_NAMES = ("nccl", "deep_ep", "nvshmem", "_note_time", "_wait_since")
-"""Parts of the names of kernels that move tokens, the emulated link's waiting included."""
+COMM_NAMES = ("nccl", "deep_ep", "nvshmem", "put_signal", "wait_signal", "memcpy ptop")
+"""Parts of the names of kernels that move tokens or signals between GPUs, and of copies that do."""
 COPIES = ("Memcpy", "Memset")
+FROM_HOST = "Memcpy HtoD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ def lanes_of(kernels: Sequence[Kernel]) -> tuple[list[Interval], list[Interval]]
     """When communication ran and when compute did, each disjoint and in order.
 
     Kernels are told by their names, as an unsplit step has both on one stream. A copy is communication where its stream
-    runs nothing else.
+    runs nothing else, one from the host (an emulated link, `moe/transport/link_copies.py`) where it runs no compute.
     """
     computing = {kernel.stream for kernel in kernels if not kernel.is_comm and not kernel.is_copy}
-    moving = {kernel.stream for kernel in kernels if kernel.is_comm} - computing
+    moving = {one.stream for one in kernels if one.is_comm or one.name.startswith(FROM_HOST)} - computing
     comm: list[Interval] = []
     compute: list[Interval] = []
     for kernel in kernels:

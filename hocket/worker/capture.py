@@ -23,6 +23,17 @@ def unlimited(what: str) -> AbstractContextManager[Any]:
     return nullcontext(what)
 
 
+def device_us(work: Work, count: int) -> float:
+    """µs of one of `count` times back to back, by the clock of the GPU."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(count):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / count
+
+
 class Captured:
     """A graph of some work. The tensors that the work refers to live as long as it: a replay reads where they lay."""
 
@@ -35,14 +46,8 @@ class Captured:
 
     def replay_us(self, count: int) -> float:
         """µs of one of `count` replays back to back, behind another one."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._graph.replay()
-        begin.record()
-        for _ in range(count):
-            self._graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / count
+        return device_us(self._graph.replay, count)
 
 
 class GraphPool:

@@ -65,7 +65,8 @@ class DecodeGraph:
 
     def replay_us(self, count: int) -> float:
         """µs of one of `count` replays back to back, of the step since the last such call that had most requests: at
-        the end of a run few are left, which use the same graph. It writes into those requests' places in the caches."""
+        the end of a run few are left, which use the same graph. It writes to those requests' places in the caches,
+        whoever has them by now."""
         fullest, self._fullest = self._fullest, HostInputs.nothing()
         self.inputs.fill(fullest)
         return self._graph.replay_us(count)

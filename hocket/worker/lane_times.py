@@ -1,6 +1,7 @@
 """Times a step's compute and its communication each alone, whole and in ubatches. Knows no requests of users.
 
-All ranks of an expert group must do it together, while none of them has requests: it overwrites their caches.
+All ranks of an expert group must do it together, while none of them has requests: it overwrites their caches, and
+nobody may find anything there afterwards (`Scheduler.forget_prefixes`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, TypeVar
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hocket.attention.plan import Plan
-from hocket.cache.storage import block_size_of, slot_bytes_of
 from hocket.channel.messages import TimeLanes
 from hocket.config.graphs import fitting_size
 from hocket.dist.collectives import gather_texts
@@ -31,9 +32,10 @@ from hocket.overlap.slices import Cut, cut_batch, equal_bounds
 from hocket.overlap.sm_budget import UNLIMITED
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.capture import GraphPool, TimeLimit
+from hocket.worker.capture import GraphPool, TimeLimit, Work, device_us
+from hocket.worker.graph_inputs import GraphInputs
 from hocket.worker.graphs import shared_experts_on, side_of_whole
-from hocket.worker.inputs import build_inputs
+from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.kept_transfers import KeptTransfers, transfers_kept
 from hocket.worker.made_batch import blocks_taken, decode_lens, made_batch, prompt_lens
 from hocket.worker.sampler import greedy
@@ -42,9 +44,16 @@ if TYPE_CHECKING:
     from hocket.worker.runner import Runner
 
 T = TypeVar("T")
-Work = Callable[[], object]
 COMPUTE, COMM, OUTPUT = "compute", "comm", "output"
 WHOLE, HALVES = "", "_halves"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """ubatches: what the model reads. plans: of their attention, where they are rows of a graph; else none."""
+
+    ubatches: tuple[UBatchInputs, ...]
+    plans: tuple[Plan, ...] = ()
 
 
 class LaneTimes:
@@ -55,22 +64,36 @@ class LaneTimes:
     often as there are such layers. The output alone is what comes behind the last layer. In ubatches ("halves"): as
     many as the engine may split a step into, cut likewise.
 
-    Decodes are captured where the engine has CUDA graphs, the compute of one ubatch after that of the other; everything
-    else is launched as in a step. num_bytes: what this rank sends in a step, by "comm", "comm_halves".
+    Decodes are captured where the engine has CUDA graphs, the compute of one ubatch after that of the other, with as
+    many rows as the graph that the engine would replay; everything else is launched as in a step. num_bytes: what this
+    rank sends in a step, by "comm", "comm_halves".
     """
 
     def __init__(self, runner: Runner, asked: TimeLanes, time_limit: TimeLimit) -> None:
         self._runner, self._asked, self._limit = runner, asked, time_limit
         self._model, self._caches, self._device = runner.model, runner.kv_caches, runner.mesh.device
         self._layers = [module for module in runner.model.modules() if isinstance(module, MoELayer)]
-        self.captured = asked.phase == "decode" and fitting_size(runner.graph_config.sizes, asked.num_tokens) > 0
+        size = fitting_size(runner.graph_config.sizes, asked.num_tokens) if asked.phase == "decode" else 0
+        self.captured = size > 0
         self.num_bytes: dict[str, int] = {}
-        if self.captured:
-            self._pool = GraphPool()
         batch = self._batch()
         self._last_rows = _last_rows(batch, self._device)
-        whole = build_inputs(batch, batch.num_tokens, runner.config.cache.block_size, self._device)
-        self._parts = {WHOLE: (whole,), HALVES: split_inputs(whole, self._cut(batch))}
+        if self.captured:
+            self._pool = GraphPool()
+            host = HostInputs.of(batch, runner.config.cache.block_size)
+            counts = {WHOLE: 1, HALVES: runner.config.overlap.num_ubatches}
+            self._steps = {step: self._of_graph(host, size, count) for step, count in counts.items()}
+        else:
+            whole = build_inputs(batch, batch.num_tokens, runner.config.cache.block_size, self._device)
+            self._steps = {WHOLE: _Step((whole,)), HALVES: _Step(split_inputs(whole, self._cut(batch)))}
+
+    def _of_graph(self, host: HostInputs, size: int, num_ubatches: int) -> _Step:
+        """The decode of `host` as rows of the graph of `size`, cut where that is."""
+        ids = torch.zeros(1, dtype=torch.int64, device=self._device)  # no row takes its own from there
+        longest = self._runner.config.scheduler.max_model_len
+        inputs = GraphInputs(self._model, self._caches[0], longest, equal_bounds(size, num_ubatches), ids)
+        inputs.fill(host)
+        return _Step(inputs.ubatches(), inputs.plans)
 
     def measure(self) -> dict[str, list[float]]:
         """µs of a step by name ("compute", "compute_halves", "comm", "comm_halves", "output"), one of each repeat, in
@@ -81,11 +104,11 @@ class LaneTimes:
             self._all_of_the_device(),
             self._runner.executor.patient(patience_s),
         ):
-            for step, parts in self._parts.items():
-                kept.select(step, moves=True)
-                self._run(parts)
-                self.num_bytes[f"{COMM}{step}"] = kept.num_bytes * len(self._layers)
-            kinds = [*product((COMPUTE, COMM), self._parts), (OUTPUT, WHOLE)]
+            for name, made in self._steps.items():
+                kept.select(name, moves=True)
+                self._run(made)
+                self.num_bytes[f"{COMM}{name}"] = kept.num_bytes * len(self._layers)
+            kinds = [*product((COMPUTE, COMM), self._steps), (OUTPUT, WHOLE)]
             works = {
                 (lane, step): self._limited(lane, partial(self._prepared, kept, lane, step)) for lane, step in kinds
             }
@@ -99,42 +122,34 @@ class LaneTimes:
     def _prepared(self, kept: KeptTransfers, lane: str, step: str) -> Work:
         """What is timed; it has run before."""
         kept.select(step, moves=False)
-        work: Work = partial(self._run, self._parts[step])
+        work: Work = partial(self._run, self._steps[step])
         if lane == COMM:
             work = partial(kept.move, len(self._layers))
         elif lane == OUTPUT:
-            size = self._parts[step][0].layout.num_tokens, self._model.config.hidden_size
+            size = len(self._steps[step].ubatches[0].token_ids), self._model.config.hidden_size
             work = partial(self._sample, [torch.randn(size, dtype=self._model.dtype, device=self._device)])
         elif self.captured:
-            work = self._captured_compute(kept, step)
+            work = partial(self._compute_of_graph, kept, self._steps[step])
         if not self.captured:
             work()
             return work
         with shared_experts_on(side_of_whole(self._device) if step == WHOLE else INLINE, self._model):
             return self._pool.capture(work).replay
 
-    def _run(self, parts: tuple[UBatchInputs, ...]) -> None:
-        """A step as the engine runs it without a graph."""
-        self._sample(self._runner.executor.run(parts, self._caches, self._asked.phase))
+    def _run(self, step: _Step) -> None:
+        """As the engine runs it without a graph, or while it is captured."""
+        executor = self._runner.executor
+        if step.plans:
+            self._sample(executor.run_captured(step.ubatches, self._caches, step.plans))
+        else:
+            self._sample(executor.run(step.ubatches, self._caches, self._asked.phase))
 
-    def _captured_compute(self, kept: KeptTransfers, step: str) -> Work:
+    def _compute_of_graph(self, kept: KeptTransfers, step: _Step) -> None:
         """A step's compute that touches nothing on the host, so that it can be captured."""
-        model, cache, parts = self._model, self._caches[0], self._parts[step]
-        longest, size = self._runner.config.scheduler.max_model_len, block_size_of(cache)
-        attention = model.backends.attention
-        plans: list[Plan] = []
-        for part in parts:
-            rows = part.layout.num_tokens
-            plans.append(attention.decode_plan(rows, longest, size, model.dtype, slot_bytes_of(cache)))
-            attention.update(plans[-1], part.attention)
-
-        def work() -> None:
-            hidden = []
-            for kept.ubatch, (part, plan) in enumerate(zip(parts, plans, strict=True)):
-                hidden.append(model(part, self._caches, plan))
-            self._sample(hidden)
-
-        return work
+        hidden = []
+        for kept.ubatch, (part, plan) in enumerate(zip(step.ubatches, step.plans, strict=True)):
+            hidden.append(self._model(part, self._caches, plan))
+        self._sample(hidden)
 
     def _sample(self, hidden: list[Tensor]) -> None:
         rows = join(hidden)
@@ -162,13 +177,7 @@ class LaneTimes:
             for _ in range(count):
                 work()
             return (time.perf_counter() - started) * 1e6 / count
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(count):
-            work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / count
+        return device_us(work, count)
 
     def _limited(self, lane: str, work: Callable[[], T]) -> T:
         with self._limit(f"timing the {lane} of a {self._asked.phase} of {self._asked.num_tokens} tokens"):

@@ -9,17 +9,20 @@ from hocket.request import EngineRequest, Request, SamplingParams
 from hocket.scheduler.batch import Batch, BatchBuilder
 
 
-def made_batch(lens: Sequence[tuple[int, int]], token_ids: Iterator[int], block_size: int) -> Batch:
+def made_batch(
+    lens: Sequence[tuple[int, int]], token_ids: Iterator[int], block_size: int, most_blocks: int | None = None
+) -> Batch:
     """One request for each of `lens`: (tokens whose cache entries are taken to exist, new tokens).
 
-    Blocks are numbered from 0 on; a request with a past is a decode.
+    Blocks are numbered from 0 on, and from 0 again behind `most_blocks`; a request with a past is a decode.
     """
     builder, num_blocks = BatchBuilder(sum(new for _, new in lens)), 0
     for idx, (past, new) in enumerate(lens):
         request = Request(EngineRequest(f"made-{idx}", list(islice(token_ids, past + new)), SamplingParams()))
         request.num_computed_tokens = past
-        request.block_ids = list(range(num_blocks, num_blocks + -(-(past + new) // block_size)))
-        num_blocks += len(request.block_ids)
+        ids = range(num_blocks, num_blocks + -(-(past + new) // block_size))
+        request.block_ids = [idx % (most_blocks or ids.stop) for idx in ids]
+        num_blocks = ids.stop
         builder.add(request, new, is_prefill=past == 0)
     return builder.build()
 

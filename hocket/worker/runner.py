@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
@@ -19,6 +20,7 @@ from hocket.config.engine import EngineConfig
 from hocket.config.graphs import GraphConfig
 from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
+from hocket.dist.watchdog import last_resort
 from hocket.errors import HocketError
 from hocket.host import sent
 from hocket.models.backends import backends_for, check_batch_invariance
@@ -36,6 +38,7 @@ from hocket.overlap.sm_limits import budget_of
 from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
+from hocket.startup import GRAPHS, KV_CACHE, WEIGHTS, Phases
 from hocket.worker import split_worth
 from hocket.worker.capture import TimeLimit
 from hocket.worker.expert_load import ExpertLoad
@@ -43,7 +46,7 @@ from hocket.worker.graphs import DecodeGraphs, Parts
 from hocket.worker.in_flight import HostIds, InFlight, StepResult
 from hocket.worker.inputs import HostInputs, build_inputs
 from hocket.worker.memory import available_bytes, num_cache_blocks
-from hocket.worker.profile import step_bytes
+from hocket.worker.profile import profiled
 from hocket.worker.prompt_logprobs import PromptLogprobs
 from hocket.worker.sampler import Sampler, needs_history
 from hocket.worker.state_record import StateRecord
@@ -58,6 +61,7 @@ class Runner:
     def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         self.config = config
         self.mesh = mesh
+        self._phases = Phases()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(mesh.node_ranks)))
         dtype = getattr(torch, config.dtype)
@@ -83,6 +87,7 @@ class Runner:
         self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
         self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
         self.load_report = self._load(placement, on_progress)
+        self._phases.end(WEIGHTS)
         if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
             self._transport.send_fp8()
         if config.deterministic:
@@ -107,7 +112,9 @@ class Runner:
         )
         try:
             self._allocate(dtype, on_progress, time_limit)
+            self._phases.end(KV_CACHE)
             self._capture(on_progress, time_limit)
+            self._phases.end(GRAPHS)
         except BaseException:
             self.executor.close()
             raise
@@ -142,7 +149,7 @@ class Runner:
         if sizes := self.graph_config.split_sizes:
             compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
-                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts))
+                split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts.max_model_len))
 
     def _graph_config(self, factory: MoEFactory) -> GraphConfig:
         """What to capture: what the configuration says, nothing where a backend of any rank cannot be captured, since
@@ -180,9 +187,11 @@ class Runner:
         if device.type == "cpu":
             return available_bytes(device)
         progress = partial(on_progress, "warm up")
-        needed = step_bytes(self.model, self.executor, self.config, device, time_limit, progress)
+        found = profiled(self.model, self.executor, self.config, self.graph_config, device, time_limit, progress)
+        if self.mesh.rank == 0:
+            split_worth.say_launched(found.compared, self.config)
         torch.cuda.empty_cache()
-        return available_bytes(device) - needed
+        return available_bytes(device) - found.num_bytes
 
     def _ranks_per_device(self) -> int:
         return len(self.mesh.node_ranks) if self.mesh.device.type == "cpu" else 1
@@ -301,6 +310,7 @@ class Runner:
             "cache_bytes": self.cache_bytes,
             "loaded_bytes": self.load_report.bytes_read,
             "load_seconds": self.load_report.seconds,
+            "startup_s": self._phases.seconds,
             "num_threads": torch.get_num_threads(),
             "moe_backend": self.experts_backends,
             "device": self.config.device,
@@ -315,9 +325,18 @@ class Runner:
         }
 
     def close(self) -> None:
-        """End the ubatch workers, and give back what transfers took. All ranks together."""
+        """End the ubatch workers, and give back what transfers took. All ranks together.
+
+        Where that waits for all of them it ends this process after a step's limit.
+        """
         self.executor.close()
-        self._transport.close()
+        with last_resort(self.config.step_timeout_s) if self.closes_together else nullcontext():
+            self._transport.close()
+
+    @property
+    def closes_together(self) -> bool:
+        """Whether `close` waits for all ranks."""
+        return self._transport.closes_together
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended early."""

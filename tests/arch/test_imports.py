@@ -18,6 +18,7 @@ LAYERS = [
     ("hocket.bench",),
     ("hocket.llm",),
     ("hocket.client", "hocket.rank", "hocket.start_rank", "hocket.metrics"),
+    ("hocket.balance",),
     ("hocket.observe",),
     ("hocket.processor", "hocket.prompt", "hocket.generation_config", "hocket.engine", "hocket.dist.launcher"),
     ("hocket.worker",),
@@ -44,7 +45,7 @@ LAYERS = [
     ("hocket.cache",),
     ("hocket.dist",),
     ("hocket.channel", "hocket.tokenizer", "hocket.trace", "hocket.metrics.histogram"),
-    ("hocket.config", "hocket.request", "hocket.outputs", "hocket.progress", "hocket.envs"),
+    ("hocket.config", "hocket.request", "hocket.outputs", "hocket.progress", "hocket.envs", "hocket.startup"),
     ("hocket.errors",),
 ]
 # Whole packages, so that a new module in one of them is checked too; the exceptions hold tensors or join the group.
@@ -55,8 +56,10 @@ TORCH_FREE = [
     "hocket.outputs",
     "hocket.prompt",
     "hocket.progress",
+    "hocket.startup",
     "hocket.generation_config",
     "hocket.processor",
+    "hocket.balance",
     "hocket.client",
     "hocket.llm",
     "hocket.config",

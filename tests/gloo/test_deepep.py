@@ -17,7 +17,7 @@ from ranks import RankEnv, RankPool
 from test_transports import CPU, HIDDEN, Case, finalized, make_experts, make_tokens, prepared
 
 from hocket.config import resolve
-from hocket.config.backends import CPU_EXPERTS, GPU_TRANSPORTS
+from hocket.config.backends import CPU_EXPERTS
 from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
 from hocket.errors import OverlapError
@@ -28,6 +28,7 @@ from hocket.moe.transport.registry import build_transport
 from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
+DEEPEP = ("deepep_high_throughput", "deepep_low_latency")
 CASES = (
     Case((5, 9), (0, 0), 8, 3),
     Case((0, 7, 4), (2, 0, 3), 7, 2, strategy="round_robin", seed=3),  # a rank without tokens, uneven experts
@@ -73,7 +74,7 @@ def check_case(env: RankEnv, case: Case, name: str) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("name", GPU_TRANSPORTS)
+@pytest.mark.parametrize("name", DEEPEP)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_dispatch_equals_one_rank(pool: RankPool, case: Case, name: str) -> None:
     pool.run(check_case, case, name, num_ranks=len(case.tokens))
@@ -93,7 +94,7 @@ def under_way(env: RankEnv, name: str) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("name", GPU_TRANSPORTS)
+@pytest.mark.parametrize("name", DEEPEP)
 def test_three_calls_may_be_under_way(pool: RankPool, name: str) -> None:
     pool.run(under_way, name, num_ranks=2)
 

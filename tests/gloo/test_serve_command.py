@@ -39,8 +39,10 @@ class Serving(Command):
 
     def __init__(self, *arguments: str, scheme: str = "http") -> None:
         command = [sys.executable, "-m", "hocket.cli.main", "serve", "tiny", "--port", "0", *WIDE, *arguments]
+        began = time.monotonic()
         super().__init__(["env", "--default-signal=INT", *command], environment())
         self.port = int(re.findall(rf"{scheme}://127.0.0.1:(\d+) ", self.wait_for("serving at"))[0])
+        self.startup_s = time.monotonic() - began
         self.ranks = children_of(self.process.pid)
         assert len(self.ranks) == 2
 
@@ -103,6 +105,17 @@ def client(served: Serving) -> Iterator[Any]:
         yield client
 
 
+def test_the_start_says_how_long_each_phase_took(served: Serving) -> None:
+    (line,) = [line for line in served.lines if "start-up" in line]
+    total, parts = re.fullmatch(r"hocket: start-up (\d+\.\d) s: (.*) \(of ranks the slowest, [01]\)", line).groups()
+    names, seconds = zip(*(part.rsplit(" ", 1) for part in parts.split(", ")), strict=True)
+    assert " ".join(names) == "imports front waiting processes rendezvous weights KV cache graphs server"
+    took = dict(zip(names, map(float, seconds), strict=True))
+    assert float(total) == pytest.approx(sum(took.values()), abs=0.05 * (len(took) + 1))
+    assert served.startup_s / 2 < float(total) < served.startup_s + 0.1
+    assert took["processes"] > took["graphs"] == 0.0  # it imports torch; there are none on a CPU
+
+
 # -- OpenAI's client --------------------------------------------------------------------------------------------------
 
 
@@ -155,9 +168,12 @@ def test_openai_errors(client: Any, served: Serving) -> None:
 def test_curl_streams(served: Serving) -> None:
     url = f"http://127.0.0.1:{served.port}/v1/completions"
     command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret", "-d"]
-    body = json.dumps({"prompt": "Hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True})
-    done = subprocess.run([*command, body], capture_output=True, timeout=LIMIT_S, check=True)
-    assert len(events(done.stdout)) == 5
+    body = {"prompt": "Hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True}
+    said = json.dumps(body | {"return_token_ids": True})
+    done = subprocess.run([*command, said], capture_output=True, timeout=LIMIT_S, check=True)
+    tokens = [len(event["choices"][0]["token_ids"]) for event in events(done.stdout)]
+    assert len(tokens) > 1
+    assert sum(tokens) == 5  # on a busy machine an event may bring two
 
 
 # -- signals and lost ranks -------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_r121_a_client_that_goes_is_gone_within_two_steps(
     expected_other = served.post(COMPLETIONS, other)[1]["choices"][0]["text"]
     before = [r["generated_tokens"] for r in served.stats()]
     told: list[int] = []
-    client = served.engine.client
+    client = served.model.client
     abort = client._tell_abort
 
     def noted(request_ids: Any) -> None:

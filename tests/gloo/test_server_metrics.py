@@ -30,7 +30,7 @@ def scraped(served: Served, **headers: str) -> Shown:
         connection.request("GET", "/metrics", headers=headers)
         answer = connection.getresponse()
         assert answer.status == 200
-        assert answer.headers["content-type"] == served.engine.metrics.content_type  # type: ignore[union-attr]
+        assert answer.headers["content-type"] == served.model.metrics.content_type  # type: ignore[union-attr]
         return Shown(answer.read())
     finally:
         connection.close()

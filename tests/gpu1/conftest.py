@@ -1,6 +1,5 @@
-"""Tests that need one NVIDIA GPU: where there is none none of them is collected."""
+"""Tests that need one NVIDIA GPU: where there is none none of them is collected (but see gpus.py)."""
 
-import torch
+from gpus import left_out
 
-if torch.cuda.device_count() < 1:
-    collect_ignore_glob = ["test_*.py"]
+collect_ignore_glob = left_out(1)

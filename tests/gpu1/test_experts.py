@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from gpus import missing
 from torch import Tensor
 
 from hocket.errors import BackendUnavailable
@@ -47,7 +48,7 @@ def make(backend: str, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Exp
     try:
         kind = experts_class(backend)
     except BackendUnavailable as error:
-        pytest.skip(str(error))
+        missing(str(error))
     reason = kind.unsupported_reason(shape.hidden_size, shape.inter, dtype)
     if reason is not None:
         pytest.skip(reason)

@@ -10,6 +10,7 @@ import paged
 import pytest
 import torch
 from fp8_checkpoints import WIDE, write
+from gpus import missing
 from torch import Tensor
 
 from hocket.config.model import ModelConfig
@@ -24,9 +25,12 @@ GPU = torch.device("cuda")
 BF16_ROUNDING = 2.0**-8
 """Of a bf16 number, half a unit in the last: what rounding the result may cost, norm-wise too."""
 
-pytestmark = pytest.mark.skipif(
-    (reason := fp8.unsupported_reason(GPU, torch.bfloat16, (128, 128))) is not None, reason=str(reason)
-)
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Without it all of these are skipped, with the reason."""
+    if reason := fp8.unsupported_reason(GPU, torch.bfloat16, (128, 128)):
+        missing(reason)
 
 
 def drawn(*shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import missing
 from torch import Tensor, nn
 
 from hocket.errors import BackendUnavailable, UBatchFailed
@@ -35,7 +36,7 @@ def few() -> GreenStream:
     try:
         return green_stream(GPU, FEW_SMS)
     except BackendUnavailable as error:
-        pytest.skip(str(error))
+        missing(str(error))
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
-"""Tests that need two NVIDIA GPUs: where there are fewer none of them is collected."""
+"""Tests that need two NVIDIA GPUs: where there are fewer none of them is collected (but see gpus.py)."""
 
-import torch
+from gpus import left_out
 from rank_fixtures import checkpoints, groups
 
 __all__ = ["checkpoints", "groups"]
 
-if torch.cuda.device_count() < 2:
-    collect_ignore_glob = ["test_*.py"]
+collect_ignore_glob = left_out(2)

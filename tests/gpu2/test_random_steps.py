@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from answers import assert_as_good, greedy, ids_of, settled_stats
 from counters import assert_add_up
 from gloo_groups import Groups
+from gpus import used_bytes
 from test_gpu_engine import fp32
 from test_graphs import BF16
 
@@ -38,12 +38,6 @@ def requests_of(seed: int) -> tuple[list[list[int]], list[int], list[int]]:
     if seed % 3 == 0:  # the same beginning, from the prefix cache or written in the same step
         prompts = [prompts[0][:32] + prompt for prompt in prompts]
     return prompts, [chance.randint(1, 40) for _ in prompts], [int(chance.random() < share) for _ in prompts]
-
-
-def used_bytes() -> list[int]:
-    """On each GPU, by whatever runs there."""
-    found = [torch.cuda.mem_get_info(i) for i in range(2)]
-    return [total - free for free, total in found]
 
 
 def run(llm: LLM, num_rounds: int | None) -> tuple[list[RequestOutput], int]:

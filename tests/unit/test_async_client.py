@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_ranks import FakeGroup
 
+from hocket.balance import Balance
 from hocket.channel.messages import Abort, AddRequests
 from hocket.client import EngineClient
 from hocket.config.options import Options
@@ -31,7 +32,7 @@ def run(test: Callable[[AsyncClient, FakeGroup, list[HocketError]], Awaitable[An
     async def main() -> Any:
         processor = Processor(tokenizer=None, vocab_size=512, max_model_len=64, eos_token_ids=[0])
         client: Any = EngineClient(config, fake, processor)  # type: ignore[arg-type]
-        client.balance_by_tokens = True
+        client.balance = Balance(2, by_tokens=True)
         made = AsyncClient(client, lost.append)
         try:
             async with asyncio.timeout(LIMIT_S):

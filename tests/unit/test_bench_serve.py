@@ -15,6 +15,7 @@ from fake_server import serving
 
 from hocket.bench.http_client import Server, Streamed
 from hocket.bench.serve import Load, times
+from hocket.bench.table import read_reports, table_of
 from hocket.cli.main import main
 from hocket.errors import ConfigError
 from hocket.server.settings import Settings
@@ -84,18 +85,23 @@ def test_two_servers_in_turn(
         urls = [f"http://127.0.0.1:{served.port}" for served in (first, second)]
         arguments = ["--num-prompts", "6", "--output-len", "5", "--repeats", "2", "--request-rate", "50"]
         arguments += ["--max-concurrency", "2", "--prompts-file", str(prompts), "--chat", "--api-key", "secret"]
-        arguments += [part for url in urls for part in ("--url", url)]
+        arguments += [part for url in urls for part in ("--url", url)] + ["--output", str(tmp_path / "ab.json")]
         monkeypatch.setattr("sys.argv", ["hocket", "bench", "serve", *arguments])
         assert main() == 0
         report = json.loads(capsys.readouterr().out.splitlines()[-1])
         for served in (first, second):
             served.until(served.is_idle)
-            assert served.engine.client.num_finished == 13  # one to try
+            assert served.model.client.num_finished == 13  # one to try
     assert [row["url"] for row in report["rows"]] == urls
     for row in report["rows"]:
         assert (row["num_answers"], row["num_failed"]) == (12, 0)
         assert row["output_tokens_per_s"] == pytest.approx(5 * row["requests_per_s"])
         assert row["ttft_ms"]["median"] <= row["ttft_ms"]["p99"] <= row["e2e_ms"]["max"]
+        assert statistics.median(row["runs"]["requests_per_s"]) == row["requests_per_s"]
+        assert min(row["runs"]["ttft_ms"]) <= row["ttft_ms"]["median"] <= max(row["runs"]["ttft_ms"])
+    table = table_of(read_reports([str(tmp_path / "ab.json")])).splitlines()
+    assert table[0] == f"load 6 chats of {prompts.name} + 5 tokens, 50/s poisson, at most 2 at once, runs 2"
+    assert [url in line for url, line in zip(urls, table[-2:], strict=True)] == [True, True]
 
 
 def test_failures_are_counted_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hocket.bench.shapes import changed
 from hocket.config.backends import CPU_EXPERTS, EP_TRANSPORTS, PLACEMENTS
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.errors import BackendUnavailable, ConfigError
+from hocket.explain.memory import held_by_first_rank
 from hocket.explain.messages import messages
 from hocket.moe.experts.registry import experts_class
 from hocket.moe.grouped import GroupedRows
@@ -132,6 +134,30 @@ def test_explain_tells_bytes_and_memory_without_a_gpu() -> None:
     # Four areas of 64 experts · 2048 tokens · (2048 bf16 and, per 128 of them, two bf16).
     assert said["reserved_bytes"] * 2048 == 4 * 64 * 2048 * (4096 + 64) == 2181038080
     assert {one["name"] for one in messages(config)} == set(EP_TRANSPORTS)
+
+
+def test_explain_counts_rows_in_fp8_where_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only low latency sends them so, and only there; what it keeps has room for bf16 all the same."""
+    width, options = 7168, Options(model=str(SHAPES / "deepseek-v3-fp8"), load_format="dummy", device="cuda")
+    wide = replace(options, data_parallel_size=8, enable_expert_parallel=True)
+    with changed(wide, None, 4) as (few_layers, _):
+        config = resolve(few_layers, 8)
+        assert held_by_first_rank(config).sends_fp8
+        plain, found = ({one["name"]: one for one in messages(config, is_fp8)} for is_fp8 in (False, True))
+        low, low_plain = found.pop("deepep_low_latency"), plain.pop("deepep_low_latency")
+        assert found == plain
+        assert not any(one["is_fp8"] for one in plain.values())
+        assert (low["is_fp8"], low_plain["is_fp8"]) == (True, False)
+        copies = low["combine_bytes"] / (2 * width)
+        assert copies == pytest.approx(7, rel=0.03), "of eight, one rank in eight is its own"
+        assert low["dispatch_bytes"] == copies * (width + width // 128 * 4 + 16)
+        assert low_plain["dispatch_bytes"] == copies * (2 * width + 16)
+        places = low_plain["received_bytes"] / (2 * width)
+        assert low["received_bytes"] == places * (width + width // 128 * 4)
+        assert low["reserved_bytes"] == low_plain["reserved_bytes"]
+        assert not held_by_first_rank(resolve(replace(few_layers, moe_backend="triton_grouped"), 8)).sends_fp8
+        monkeypatch.setenv("HOCKET_FP8", "0")
+        assert not held_by_first_rank(config).sends_fp8
 
 
 @pytest.mark.parametrize("backend", CPU_EXPERTS)

@@ -27,7 +27,7 @@ from hocket.doctor.show import console
 from hocket.errors import ConfigError
 from hocket.explain import describe as describing
 from hocket.explain.describe import describe
-from hocket.explain.memory import memory
+from hocket.explain.memory import held_by_first_rank, memory
 from hocket.explain.messages import messages
 from hocket.explain.options import BECAME, NOT_KEPT, resolve_what_can_be, resolved_options
 from hocket.explain.show import show
@@ -203,27 +203,29 @@ def test_one_rank_moves_nothing() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_memory_is_what_doctor_finds(ranks: int) -> None:
     config = resolved(data_parallel_size=ranks, enable_expert_parallel=ranks > 1)
-    found = memory(config, None, 0.0)
+    held = held_by_first_rank(config)
+    found = memory(config, held, None, 0.0)
     told = choice(config, None)
     for name in ("weights_bytes", "experts"):
         assert found[name] == told[name]
-    given = memory(config, found["weights_bytes"] * ranks + 100 * ranks * found["kv_bytes_per_block"], 0.0)
+    given = memory(config, held, found["weights_bytes"] * ranks + 100 * ranks * found["kv_bytes_per_block"], 0.0)
     assert given["cache_blocks"] == 90, "the share of gpu_memory_utilization"
     assert given["cache_bytes"] == 90 * given["kv_bytes_per_block"]
     assert given["kv_bytes_per_block"] == config.cache.block_size * given["kv_bytes_per_token"]
-    assert "weights need" in memory(config, found["weights_bytes"] * ranks, 0.0)["problem"]
+    assert "weights need" in memory(config, held, found["weights_bytes"] * ranks, 0.0)["problem"]
 
 
 def test_fp8_is_less_where_it_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(model=V3_FP8, load_format="dummy", device="cuda", max_model_len=4096, max_num_seqs=9999)
     with changed(options, None, 4) as (few_layers, _):
         config = resolve(replace(few_layers, max_num_batched_tokens=9999), gpus=1)
-        found = memory(config, 60 * GIB, 0.0)
+        held = held_by_first_rank(config)
+        found = memory(config, held, 60 * GIB, 0.0)
         assert 0.5 < found["weights_fp8_bytes"] / found["weights_bytes"] < 0.6
         left = 60 * GIB - found["weights_fp8_bytes"]
         assert found["cache_blocks"] == int(left * 0.9) // found["kv_bytes_per_block"]
         monkeypatch.setenv("HOCKET_FP8", "0")
-        assert memory(config, None, 0.0)["weights_fp8_bytes"] is None
+        assert held_by_first_rank(config).fp8_bytes is None
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from hocket.trace.gpu_intervals import GpuFigures, Kernel, gpu_figures
 
-NAMES = ("ncclDevKernel_AllGather_RING_LL", "deep_ep::internode_ll::dispatch", "_wait_since", "gemm", "Memcpy DtoD")
+MOVING = ("ncclDevKernel_AllGather_RING_LL", "deep_ep::internode_ll::dispatch", "wait_signal_kernel")
+COPIES = {"Memcpy DtoD (Device -> Device)", "Memcpy HtoD (Pinned -> Device)"}
+NAMES = (*MOVING, "gemm", *sorted(COPIES))
 kernels = st.builds(
     lambda name, stream, start, took: Kernel(name, stream, start, start + took),
     st.sampled_from(NAMES),
@@ -25,11 +27,9 @@ def moments(given: list[Kernel]) -> set[int]:
 @given(st.lists(kernels, max_size=12))
 def test_every_moment_counts_once(given: list[Kernel]) -> None:
     only_comm = {
-        stream
-        for stream in (1, 2, 3)
-        if {k.name for k in given if k.stream == stream} - {"Memcpy DtoD"} <= set(NAMES[:3])
-    } & {k.stream for k in given if k.name in NAMES[:3]}
-    moving = [k for k in given if k.name in NAMES[:3] or (k.name == "Memcpy DtoD" and k.stream in only_comm)]
+        stream for stream in (1, 2, 3) if {k.name for k in given if k.stream == stream} - COPIES <= set(MOVING)
+    } & {k.stream for k in given if k.name in MOVING or "HtoD" in k.name}
+    moving = [k for k in given if k.name in MOVING or (k.name in COPIES and k.stream in only_comm)]
     comm, compute = moments(moving), moments([k for k in given if k not in moving])
     assert gpu_figures(given) == GpuFigures(
         comm_ns=len(comm),
@@ -47,7 +47,7 @@ def test_an_unsplit_step_hides_nothing_on_its_one_stream() -> None:
 
 
 def test_a_transfer_beside_compute_and_then_alone() -> None:
-    step = [Kernel("gemm", 7, 0, 50), Kernel("_note_time", 9, 10, 12), Kernel("_wait_since", 9, 12, 90)]
+    step = [Kernel("gemm", 7, 0, 50), Kernel("put_signal_kernel", 9, 10, 12), Kernel("Memcpy HtoD", 11, 12, 90)]
     found = gpu_figures(step)
     assert (found.comm_ns, found.exposed_ns) == (80, 40)
     assert found.hidden_share == pytest.approx(0.5)

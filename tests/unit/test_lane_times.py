@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import graphs_on_cpu
 import pytest
 import torch
+from checkpoints import make
+from graphs_on_cpu import KeepingPool
 from in_process import engine_of, in_process_llm
 from torch import Tensor
 
-from hocket.attention.plan import AttentionPlan
 from hocket.channel.messages import TimeLanes
 from hocket.errors import CapacityError
 from hocket.moe.base import TokenLayout
@@ -22,8 +24,8 @@ from hocket.moe.layer import MoELayer
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.local import LocalTransport
 from hocket.ubatch.transfer import Transfer
-from hocket.worker import graphs, lane_times
-from hocket.worker.capture import unlimited
+from hocket.worker import lane_times
+from hocket.worker.capture import WARM_UPS, unlimited
 from hocket.worker.lane_times import LaneTimes
 from hocket.worker.runner import Runner
 
@@ -85,7 +87,7 @@ def calls(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = type(runner.model).forward
 
     def forward(self: Any, inputs: Any, *args: Any) -> Any:
-        found.append(inputs.layout.num_tokens)
+        found.append(len(inputs.token_ids))
         return real(self, inputs, *args)
 
     monkeypatch.setattr(type(runner.model), "forward", forward)
@@ -113,43 +115,41 @@ def test_each_lane_runs_alone(
 
 
 @torch.inference_mode()
-def test_captured_lanes(runner: Runner, sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With plans on the host that stand for those a graph can hold, and a graph that runs its work at each replay."""
-    seen, limit = sent
-    attention, plans, captures = runner.model.backends.attention, [], []
+def test_lanes_of_a_decode_have_the_rows_of_its_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut where the graph is; padding reaches no expert. A replay runs its work again (`graphs_on_cpu.py`)."""
+    monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")
+    monkeypatch.setattr(lane_times, "GraphPool", KeepingPool)
+    options: dict[str, Any] = {"max_num_seqs": 24, "cudagraph_capture_sizes": "16"}
+    with graphs_on_cpu.in_this_process(), in_process_llm(make("v2", tmp_path), **options) as llm:
+        runner = engine_of(llm).runner
+        found, experts = calls(runner, monkeypatch), ids_of_experts(runner, monkeypatch)
+        asked = TimeLanes(phase="decode", num_tokens=11, length=20, repeats=1, count=2)
+        times = LaneTimes(runner, asked, unlimited)
+        assert times.captured
+        us = times.measure()
+        assert list(us) == NAMES
+        assert all(min(values) > 0 for values in us.values())
+        runs = 1 + WARM_UPS + 1 + 2  # with transfers, captured, and two that are timed
+        assert Counter(found) == {16: runs, 8: 2 * runs}
+        layers = sum(runner.config.model.moe.layers)
+        assert Counter(experts) == {11: layers * runs, 8: layers * runs, 3: layers * runs}
+        larger = TimeLanes(phase="decode", num_tokens=17, length=20, repeats=1, count=1)
+        assert not LaneTimes(runner, larger, unlimited).captured, "no graph holds so many"
 
-    def decode_plan(num_rows: int, *args: Any) -> Any:
-        plans.append(object.__new__(AttentionPlan))
-        plans[-1].__dict__["num_rows"] = num_rows
-        return plans[-1]
 
-    def update(plan: Any, meta: Any) -> None:
-        cache = runner.kv_caches[0]
-        made = attention.plan(meta, plan.num_rows, cache.shape[1], runner.model.dtype, 1)
-        plan.__dict__.update(vars(made))
+def ids_of_experts(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that reach experts, of each call of theirs."""
+    found: list[int] = []
+    layers = [module for module in runner.model.modules() if isinstance(module, MoELayer)]
+    [backend] = {type(layer.experts) for layer in layers}
+    real = backend.forward
 
-    class Pool:
-        def capture(self, work: Callable[[], object]) -> Any:
-            captures.append(work)
-            work()
-            return SimpleNamespace(replay=work)
+    def forward(self: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        found.append(int((ids >= 0).any(-1).sum()))
+        return real(self, x, ids, weights)
 
-    monkeypatch.setattr(type(attention), "decode_plan", staticmethod(decode_plan))
-    monkeypatch.setattr(type(attention), "update", staticmethod(update))
-    monkeypatch.setattr(lane_times, "GraphPool", Pool)
-    monkeypatch.setattr(graphs, "SideStream", lambda device: lane_times.INLINE)
-    monkeypatch.setattr(runner, "graph_config", replace(runner.graph_config, sizes=(16,)))
-    found = calls(runner, monkeypatch)
-    asked = TimeLanes(phase="decode", num_tokens=12, length=20, repeats=1, count=2)
-    times = LaneTimes(runner, asked, limit)
-    assert times.captured
-    assert list(times.measure()) == NAMES
-    assert len(captures) == len(NAMES)
-    assert [plan.num_rows for plan in plans] == [12, 6, 6], "one for each part, made once"
-    assert Counter(found) == {12: 1 + 3, 6: 2 * (1 + 3)}
-    assert set(seen) == {"", "comm"}
-    larger = TimeLanes(phase="decode", num_tokens=17, length=20, repeats=1, count=1)
-    assert not LaneTimes(runner, larger, unlimited).captured, "no graph holds so many"
+    monkeypatch.setattr(backend, "forward", forward)
+    return found
 
 
 @torch.inference_mode()

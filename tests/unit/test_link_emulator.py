@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from hocket.moe.base import TokenLayout
+from hocket.moe.transport import link_copies
 from hocket.moe.transport.base import Dispatched, Handle, Transport
 from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.ubatch.transfer import Transfer
@@ -99,12 +98,26 @@ def test_the_volume_of_another_deployment_counts_instead_of_what_is_sent() -> No
     assert nothing.num_bytes() == 0
 
 
-def test_on_a_gpu_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From before the inner transfer until behind it, for what is known by then; the host sleeps for nothing."""
+def test_on_a_gpu_copies_take_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the inner transfer, from its beginning, for what is known by then; the host sleeps for nothing."""
     done: list[object] = []
-    clock = SimpleNamespace(begin=lambda: done.append("begin"), wait_since=done.append)
-    module = SimpleNamespace(DeviceClock=lambda device: clock)
-    monkeypatch.setitem(sys.modules, "hocket.moe.transport.link_kernels", module)  # type: ignore[arg-type]
+
+    class Delay:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
+
+        def mark(self) -> str:
+            done.append("mark")
+            return "here"
+
+        def start(self, mark: str, seconds: float) -> str:
+            done.append((mark, seconds))
+            return "end"
+
+        def wait(self, end: str) -> None:
+            done.append(f"wait for {end}")
+
+    monkeypatch.setattr(link_copies, "CopyDelay", Delay)
     inner = Inner(0.0)
     link = LinkEmulator(inner, 500_000.0, 0.001, torch.device("cuda", 0))
     assert link.captures is inner.captures
@@ -115,5 +128,5 @@ def test_on_a_gpu_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert transfer.receive is not None
         transfer.send()
         transfer.receive()
-        assert done == ["begin", "inner 0", 0.5 + NUM_BYTES / 1e6]
+        assert done == ["mark", "inner 0", ("here", 0.5 + NUM_BYTES / 1e6), "wait for end"]
         assert transfer.arrived_ns is None

@@ -64,8 +64,8 @@ def test_a_value_on_a_bound_is_below_it() -> None:
 def test_a_requests_times() -> None:
     """Arrives at 10, waits 0.5 s on its rank, tokens at 12, 12.25 and 13; the other one is aborted."""
     times = RequestTimes(2)
-    times.added(1, request("a", 7), 10.0)
-    times.added(1, request("b", 5), 10.0)
+    times.added(1, request("a", 7), 10.0, 0)
+    times.added(1, request("b", 5), 10.0, 0)
     times.gained(TokenOutput("a", [], queue_s=0.0), 11.0)  # no token: nothing was gained
     times.gained(TokenOutput("a", [4], queue_s=0.5), 12.0)
     times.gained(TokenOutput("a", [5]), 12.25)
@@ -93,7 +93,7 @@ def test_a_requests_times() -> None:
 def test_every_metric_is_shown_under_its_name(names: str) -> None:
     metrics = Metrics(config(), "my model", names)
     assert metrics.content_type.startswith("text/plain")
-    metrics.added(0, request("a", 7), 10.0)
+    metrics.added(0, request("a", 7), 10.0, 0)
     metrics.gained(TokenOutput("a", [4], queue_s=0.5), 12.0)
     num_experts = config().model.moe.num_experts
     loads = np.arange(2 * num_experts, dtype=np.float32)

@@ -18,7 +18,9 @@ def test_every_message_has_one_taker() -> None:
 
 
 def observer(**runner: Any) -> Observer:
-    return Observer(SimpleNamespace(runner=SimpleNamespace(**runner)), 3, nullcontext)  # type: ignore[arg-type]
+    scheduler = SimpleNamespace(forget_prefixes=lambda: None)
+    engine: Any = SimpleNamespace(runner=SimpleNamespace(**runner), scheduler=scheduler)
+    return Observer(engine, 3, nullcontext)
 
 
 def test_spans_are_given_once() -> None:

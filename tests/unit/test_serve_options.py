@@ -98,3 +98,16 @@ def test_the_key_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.argv", ["hocket", "serve", "some/model", "--api-key", "other"])
     assert main() == 0
     assert given == [("some/model", ("other", "secret"))]
+
+
+@pytest.mark.parametrize(("flags", "expected"), [((), True), (("--no-prefix-affinity",), False)])
+def test_prefix_affinity_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: bool
+) -> None:
+    from hocket.server import run
+
+    given = []
+    monkeypatch.setattr(run, "serve", lambda options, settings, hosts: given.append(settings.prefix_affinity))
+    monkeypatch.setattr("sys.argv", ["hocket", "serve", *flags])
+    assert main() == 0
+    assert given == [expected]

@@ -61,7 +61,8 @@ def test_a_completion_whole_and_streamed(served: FakeServed) -> None:
     assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
     assert (last["choices"], last["usage"]) == ([], answer["usage"])
     assert {(chunk["id"], chunk["created"]) for chunk in chunks} == {(chunks[0]["id"], chunks[0]["created"])}
-    assert all("usage" not in part for part in parts)
+    assert all(part["usage"] is None for part in parts)
+    assert all("usage" not in chunk for chunk in served.stream(COMPLETIONS, body))
 
 
 def test_the_default_is_sixteen_tokens(served: FakeServed) -> None:
@@ -143,7 +144,7 @@ def test_echo_with_logprobs_aborted_before_the_first_token_shows_the_prompt(serv
     with served.paused():
         connection = served.connect()
         connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
-        served.until(lambda: served.engine.client.num_requests == 1)
+        served.until(lambda: served.model.client.num_requests == 1)
         assert served.post("/abort", {"abort_all": True})[0] == 200
         answer = connection.getresponse()
         assert answer.status == 200

@@ -292,7 +292,7 @@ def test_bodies_that_are_too_large_together_are_told_to_come_again(served: FakeS
         held = [served.connect() for _ in range(7)]
         for connection in held:
             connection.request("POST", COMPLETIONS, padded, JSON)
-        served.until(lambda: served.engine.client.num_requests == 7)
+        served.until(lambda: served.model.client.num_requests == 7)
         gate = served.gate
         assert gate._held_bytes == 7 * 2**17
         gate._held_bytes += 25 * 2**17  # as if 25 more were held
@@ -408,7 +408,7 @@ def test_more_requests_than_the_limit_are_told_to_come_again(served: FakeServed)
         held = [served.connect() for _ in range(8)]
         for connection in held:
             connection.request("POST", COMPLETIONS, json.dumps(PROMPT), JSON)
-        served.until(lambda: served.engine.client.num_requests == 8)
+        served.until(lambda: served.model.client.num_requests == 8)
         assert "8 requests" in refused(served.post(COMPLETIONS, PROMPT), 429, None)
         for method, path in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
             assert served.ask(method, path)[0] == 200
@@ -443,7 +443,7 @@ def test_abort_ends_with_what_there_is(served: FakeServed, by_id: bool) -> None:
         connection = served.connect()
         body = json.dumps({"prompt": ["Hello", "there"], "max_tokens": 9})
         connection.request("POST", COMPLETIONS, body, JSON | {"x-request-id": "mine"})
-        served.until(lambda: served.engine.client.num_requests == 2)
+        served.until(lambda: served.model.client.num_requests == 2)
         refused(served.post(COMPLETIONS, PROMPT, x_request_id="mine"), 400, "request_id")
         served.step()
         asked = {"request_id": "cmpl-mine"} if by_id else {"abort_all": True}
@@ -462,7 +462,7 @@ def test_an_answer_is_aborted_after_its_first_prompt_has_ended(served: FakeServe
         connection = served.connect()
         body = json.dumps({"prompt": ["Hello", "there"], "max_tokens": 9})
         connection.request("POST", COMPLETIONS, body, JSON | {"x-request-id": "two"})
-        served.until(lambda: served.engine.client.num_requests == 2)
+        served.until(lambda: served.model.client.num_requests == 2)
         served.step()
         assert served.post("/abort", {"request_id": "cmpl-two"}) == (200, {"aborted": ["cmpl-two-1"]})
         choices = parsed(connection.getresponse().read())["choices"]
@@ -482,7 +482,7 @@ def test_a_failed_step_is_an_error_of_its_requests(served: FakeServed) -> None:
         whole, streamed = served.connect(), served.connect()
         whole.request("POST", COMPLETIONS, json.dumps(PROMPT), JSON)
         streamed.request("POST", CHAT, json.dumps(HELLO | {"stream": True}), JSON)
-        served.until(lambda: served.engine.client.num_requests == 2)
+        served.until(lambda: served.model.client.num_requests == 2)
         served.on_loop(lambda: served.group.fail_step("step 7 failed"))
         answer = whole.getresponse()
         assert "step 7 failed" in refused((answer.status, parsed(answer.read())), 500, None)
@@ -498,7 +498,7 @@ def test_r043_a_lost_rank_is_told_to_all_and_health_says_why() -> None:
         with served.paused():
             connection = served.connect()
             connection.request("POST", COMPLETIONS, json.dumps(PROMPT), JSON)
-            served.until(lambda: served.engine.client.num_requests == 1)
+            served.until(lambda: served.model.client.num_requests == 1)
             served.on_loop(lambda: served.group.lose("rank 1 ended unexpectedly"))
             answer = connection.getresponse()
             assert "rank 1 ended" in refused((answer.status, parsed(answer.read())), 500, None)

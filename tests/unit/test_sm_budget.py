@@ -409,7 +409,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0", {}, None),
         ("20", {"enable_dbo": False}, None),
         ("20", {"device": "cpu"}, None),
-        ("20", {"emulate_link_gb_per_s": 46.0}, None),
+        ("20", {"emulate_link_gb_per_s": 46.0}, 20),
     ],
 )
 def test_nccl_gets_what_split_steps_leave_it(

@@ -17,14 +17,15 @@ from hocket.moe.grouped import GroupedRows
 WIDTH_MULTIPLE = 64
 """DeepGEMM reads so many columns at a time."""
 MASKED_MAX_ROWS = 512
-"""Above, places for all N rows at every expert would be too many."""
+"""Up to so many rows, places for all of them at every expert are few enough in any case."""
 MASKED_ALIGN = 128
 """The larger of DeepGEMM's tiles there: one that reached past an expert's places would overwrite its neighbour's."""
 
 
 class DeepGemmExperts(Experts):
-    """Up to MASKED_MAX_ROWS rows each expert has places for all of them (masked GEMMs), above experts stand one behind
-    the other (contiguous GEMMs); rows that come expert by expert are taken as they lie. A row names an expert at most
+    """Each expert has places for all rows (masked GEMMs) where these are few, or no more than there are slots; else
+    experts stand one behind the other (contiguous GEMMs), which multiplies all places, also those that slots of other
+    ranks' experts leave empty. Rows that come expert by expert are taken as they lie. A row names an expert at most
     once; its slots are summed in their order.
     """
 
@@ -47,11 +48,15 @@ class DeepGemmExperts(Experts):
         if ids.numel() == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
         x = x if x.stride(1) == 1 else x.contiguous()
-        places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=len(x) <= MASKED_MAX_ROWS)
+        places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=self._is_masked(*ids.shape))
         expected = max(1, round(self.rows_per_expert(ids)))
         gate_up = self._product(permute.scatter_rows(x, places, ids.shape[1]), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)
         return permute.gather_sum(self._product(hidden, places, self.w2, expected), places, weights)
+
+    def _is_masked(self, num_rows: int, top_k: int) -> bool:
+        most = max(self.num_local_experts * MASKED_MAX_ROWS, num_rows * top_k)
+        return self.num_local_experts * masked_rows(num_rows) <= most
 
     def forward_grouped(self, rows: GroupedRows) -> Tensor:
         num_experts, of_expert, hidden_size = rows.x.shape

@@ -91,13 +91,14 @@ class DispatchedByExpert(Received):
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """max_tokens: rows of a rank in one step; top_k: experts of a token; dtype: of hidden states; num_local_ranks: how
-    many of the ranks are on this host."""
+    many of the ranks are on this host; num_ubatches: calls that may be under way at once."""
 
     max_tokens: int
     hidden_size: int
     top_k: int
     dtype: torch.dtype
     num_local_ranks: int
+    num_ubatches: int = 1
 
     @classmethod
     def of(cls, config: EngineConfig, num_local_ranks: int) -> StepSizes:
@@ -108,28 +109,33 @@ class StepSizes:
             top_k=config.model.moe.top_k,
             dtype=getattr(torch, config.dtype),
             num_local_ranks=num_local_ranks,
+            num_ubatches=config.overlap.num_ubatches,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens whose way is to be counted: ids int64 [T, K] of their experts."""
+    """Tokens whose way is to be counted: ids int64 [T, K] of their experts, in steps of num_ubatches. may_be_fp8: as
+    after `send_fp8`."""
 
     placement: ExpertPlacement
     ids: Tensor
     hidden_size: int
     dtype: torch.dtype
+    num_ubatches: int = 1
+    may_be_fp8: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentBytes:
     """To other ranks, there and back; received: what the rows take that came, if the others send alike; reserved: what
-    the transport holds all the time, if steps are no larger."""
+    the transport holds all the time, if steps are no larger; is_fp8: whether dispatched rows are."""
 
     dispatch: int
     combine: int
     received: int
     reserved: int = 0
+    is_fp8: bool = False
 
 
 class Transport(ABC):
@@ -149,6 +155,8 @@ class Transport(ABC):
     """Whether a CUDA graph can hold its transfers."""
     is_apart: ClassVar[bool] = False
     """Whether transfers have a `receive` of their own."""
+    closes_together: ClassVar[bool] = False
+    """Whether `close` waits for all ranks, and for ever where one is gone."""
     max_sms: ClassVar[int | None] = None
     """How many multiprocessors of a GPU its transfers can take at most; None: as many as NCCL may in its group."""
 

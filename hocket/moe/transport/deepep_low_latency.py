@@ -36,6 +36,7 @@ from hocket.ubatch.transfer import Transfer
 ROWS_MULTIPLE = 128
 """Of M: places of an expert are whole tiles of any product over them."""
 HEADER_BYTES = 16
+"""Before a dispatched row: where it is from."""
 FP8_WIDTH_MULTIPLE = 512
 
 
@@ -58,7 +59,7 @@ class _Opened:
             allow_nvlink_for_low_latency_mode=True,
             explicitly_destroy=True,
         )
-        self.is_fp8, self.takes_fp8 = False, sizes.hidden_size % FP8_WIDTH_MULTIPLE == 0
+        self.is_fp8, self.takes_fp8 = False, _takes_fp8(sizes.hidden_size)
         self._due = ""
 
     def sends(self, what: str) -> None:
@@ -100,6 +101,7 @@ class DeepEPLowLatency(Transport):
     requires_padding = False
     captures = True
     is_apart = True
+    closes_together = True
     max_sms = 0
 
     def __init__(self, placement: ExpertPlacement, rank: int, group: Group | None, device: torch.device) -> None:
@@ -159,7 +161,7 @@ class DeepEPLowLatency(Transport):
         return Transfer(
             send=send,
             result=result,
-            num_bytes=lambda: num_sent * _dispatched_bytes(x.shape[1], x.dtype, opened.is_fp8),
+            num_bytes=lambda: num_sent * (_row_bytes(x.shape[1], x.dtype, opened.is_fp8) + HEADER_BYTES),
             receive=lambda: opened.receives(came[-1]),
         )
 
@@ -187,14 +189,16 @@ class DeepEPLowLatency(Transport):
 
     @classmethod
     def sent_bytes(cls, tokens: Tokens) -> SentBytes | None:
-        placement, row_bytes = tokens.placement, tokens.hidden_size * tokens.dtype.itemsize
+        placement, is_fp8 = tokens.placement, tokens.may_be_fp8 and _takes_fp8(tokens.hidden_size)
         num_sent = sum(rank > 0 for ranks in ranks_of(tokens) for rank in ranks)
         num_places = library.Numbering(placement).per_rank * placement.num_ranks * len(tokens.ids)
+        row_bytes = _row_bytes(tokens.hidden_size, tokens.dtype, is_fp8)
         return SentBytes(
-            dispatch=num_sent * _dispatched_bytes(tokens.hidden_size, tokens.dtype),
-            combine=num_sent * row_bytes,
+            dispatch=num_sent * (row_bytes + HEADER_BYTES),
+            combine=num_sent * _row_bytes(tokens.hidden_size, tokens.dtype),
             received=num_places * row_bytes,
             reserved=_reserved_bytes(tokens.hidden_size, num_places),
+            is_fp8=is_fp8,
         )
 
     @property
@@ -229,7 +233,11 @@ def _reserved_bytes(hidden_size: int, num_places: int) -> int:
     return 4 * num_places * (hidden_size * 2 + hidden_size // 128 * 4)
 
 
-def _dispatched_bytes(hidden_size: int, dtype: torch.dtype, is_fp8: bool = False) -> int:
-    """A row, with its scales if it is in fp8, and where it is from."""
-    row_bytes = hidden_size + fp8.blocks(hidden_size) * 4 if is_fp8 else hidden_size * dtype.itemsize
-    return row_bytes + HEADER_BYTES
+def _takes_fp8(hidden_size: int) -> bool:
+    """Whether its kernels quantise rows of this width."""
+    return hidden_size % FP8_WIDTH_MULTIPLE == 0
+
+
+def _row_bytes(hidden_size: int, dtype: torch.dtype, is_fp8: bool = False) -> int:
+    """With its scales, fp32, if it is in fp8."""
+    return hidden_size + fp8.blocks(hidden_size) * 4 if is_fp8 else hidden_size * dtype.itemsize

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from hocket.moe.transport.base import Handle, Received, Transport
 from hocket.ubatch.transfer import Transfer
 
 if TYPE_CHECKING:
-    from hocket.moe.transport.link_kernels import DeviceClock
+    from hocket.moe.transport.link_copies import CopyDelay
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -40,14 +40,13 @@ class LinkEmulator(Transport):
     Send and receive are apart: `send` runs the inner transfer and returns, `receive` waits until the link would have
     delivered it. A transfer that the inner transport needs longer for is not shortened.
 
-    On a GPU (`device`) its own clock counts, and a kernel of one thread block waits on the stream of the transfers,
-    whose order has one at a time on the link.
+    On a GPU (`device`) copies that take so long are what is waited for (`link_copies.py`), beside the inner transfer;
+    the order of the transfers' stream has one at a time on the link.
     """
 
     name = "link_emulator"
     requires_padding = False  # an instance takes over its inner transport's, launch_blocks and, on a GPU, captures
     is_apart = True
-    max_sms = 0  # what it stands for takes none; the inner transfer is over before the emulated one
 
     def __init__(
         self,
@@ -64,12 +63,13 @@ class LinkEmulator(Transport):
         self.requires_padding = inner.requires_padding  # type: ignore[misc]
         self.launch_blocks = inner.launch_blocks  # type: ignore[misc]
         self._free_at = 0.0  # when the link has delivered all that was sent
-        self._clock: DeviceClock | None = None
+        self._delay: CopyDelay | None = None
         if device.type == "cuda":
-            from hocket.moe.transport.link_kernels import DeviceClock
+            from hocket.moe.transport.link_copies import CopyDelay
 
-            self._clock = DeviceClock(device)
+            self._delay = CopyDelay(device)
             self.captures = inner.captures  # type: ignore[misc]
+            self.max_sms = inner.max_sms  # type: ignore[misc]
 
     def prepare(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, layout: TokenLayout) -> Transfer[Received]:
         transfer = self.inner.prepare(x, topk_ids, topk_weights, layout)
@@ -95,8 +95,8 @@ class LinkEmulator(Transport):
         return self.latency_us * 1e-6 + num_bytes / (self.gb_per_s * 1e9)
 
     def _stretched(self, transfer: Transfer[T]) -> Transfer[T]:
-        if self._clock is not None:
-            return self._stretched_there(self._clock, transfer)
+        if self._delay is not None:
+            return self._stretched_there(self._delay, transfer)
         delivered_at = 0.0
 
         def send() -> None:
@@ -117,17 +117,20 @@ class LinkEmulator(Transport):
 
         return Transfer(send, transfer.result, transfer.num_bytes, receive, lambda: int(delivered_at * 1e9))
 
-    def _stretched_there(self, clock: DeviceClock, transfer: Transfer[T]) -> Transfer[T]:
-        """Both kernels and the inner transfer on the stream that each part is launched on. When it arrives the host
-        does not know."""
+    def _stretched_there(self, delay: CopyDelay, transfer: Transfer[T]) -> Transfer[T]:
+        """From the stream that the send is launched on to that of the receive. When it arrives the host does not
+        know."""
+        end: Any = None
 
         def send() -> None:
-            clock.begin()
+            nonlocal end
+            begin = delay.mark()
             transfer.send()
+            end = delay.start(begin, self._seconds(transfer.num_bytes()))
 
         def receive() -> None:
             if transfer.receive is not None:
                 transfer.receive()
-            clock.wait_since(self._seconds(transfer.num_bytes()))
+            delay.wait(end)
 
         return Transfer(send, transfer.result, transfer.num_bytes, receive)

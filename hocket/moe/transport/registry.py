@@ -18,6 +18,7 @@ _CLASSES = {
     "local": "hocket.moe.transport.local.LocalTransport",
     "torch": "hocket.moe.transport.torch_a2a.TorchTransport",
     "allgather_reducescatter": "hocket.moe.transport.allgather_reducescatter.AllGatherReduceScatterTransport",
+    "nvlink_copy": "hocket.moe.transport.nvlink_copy.NVLinkCopyTransport",
     "deepep_high_throughput": "hocket.moe.transport.deepep_high_throughput.DeepEPHighThroughput",
     "deepep_low_latency": "hocket.moe.transport.deepep_low_latency.DeepEPLowLatency",
 }

@@ -56,16 +56,21 @@ class RowFormat:
     def row_bytes(self) -> int:
         return _layout(self.hidden_size, self.top_k, self.dtype)[-1]
 
-    def pack(self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int, number: int = 0) -> Tensor:
-        """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes]; rows past N are zeros with ids of -1."""
+    def pack(
+        self, x: Tensor, ids: Tensor, weights: Tensor, num_rows: int, number: int = 0, into: Tensor | None = None
+    ) -> Tensor:
+        """x [N, D], ids [N, K], weights [N, K] → uint8 [num_rows, row_bytes], `into` if it is given, all of which is
+        set; rows past N are zeros with ids of -1."""
+        rows = into
+        if rows is None:
+            rows = torch.empty(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
         if x.is_cuda:
             from hocket.moe.transport import pack_kernels
 
-            rows = torch.empty(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
             _, ids_at, _, weights_at, _, _ = _layout(self.hidden_size, self.top_k, self.dtype)
             pack_kernels.pack(rows, ids_at, weights_at, x, ids, weights, number, DROPPED)
             return rows
-        rows = torch.zeros(num_rows, self.row_bytes, device=x.device, dtype=torch.uint8)
+        rows.zero_()
         row_x, row_ids, row_numbers, row_weights = self._views(rows)
         count = x.shape[0]
         row_x[:count] = x

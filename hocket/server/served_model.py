@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from hocket.balance import Balance, PrefixMemory
 from hocket.config.options import Options
 from hocket.dist.headless import say
 from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
@@ -26,11 +27,12 @@ _INLINE_CHARS = 2000
 _NUM_THREADS = 2
 
 
-class Engine:
+class ServedModel:
     """An LLM that many callers share on the running loop.
 
     restart: when a rank is lost, start all anew; again only after a request was finished since. Otherwise, and when
     that fails, `on_end` is called with the error.
+    prefix_affinity: ranks get requests whose prompts' beginnings they have.
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class Engine:
         restart: bool,
         on_end: Callable[[HocketError], None],
         progress: bool = True,
+        prefix_affinity: bool = True,
     ) -> None:
         self.llm = llm
+        self._prefix_affinity = prefix_affinity
         self.options = options
         self.problem: str | None = None
         """Why no request can be taken now."""
@@ -60,9 +64,16 @@ class Engine:
         self.metrics = self.llm.client.listener = metrics
 
     def _connect(self) -> None:
-        self.llm.client.balance_by_tokens = True
+        self.llm.client.balance = self._new_balance()
         self.llm.client.listener = self.metrics
         self.client = AsyncClient(self.llm.client, self._lost)
+
+    def _new_balance(self) -> Balance:
+        """By tokens, and by the prefixes that caches have where they keep any and there is a choice."""
+        cache, num_blocks = self.llm.config.cache, [rank["num_blocks"] for rank in self.llm.ranks]
+        is_by_prefix = self._prefix_affinity and cache.enable_prefix_caching and len(num_blocks) > 1
+        prefixes = PrefixMemory.of_caches(num_blocks, cache.block_size) if is_by_prefix else None
+        return Balance(len(num_blocks), by_tokens=True, prefixes=prefixes)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -86,7 +97,7 @@ class Engine:
         return self.llm.config.scheduler.max_model_len
 
     def loads(self) -> list[dict[str, int]]:
-        """By rank: requests in flight, and tokens that they may still need computed."""
+        """By rank: requests in flight, and tokens that they are expected to need computed."""
         counts = zip(self.llm.client.num_requests_per_rank(), self.llm.client.num_tokens_per_rank(), strict=True)
         return [{"requests": requests, "tokens": tokens} for requests, tokens in counts]
 

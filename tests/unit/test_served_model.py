@@ -15,7 +15,7 @@ from fake_ranks import FakeGroup
 from hocket.config.options import Options
 from hocket.errors import HocketError
 from hocket.llm import LLM
-from hocket.server.engine import Engine
+from hocket.server.served_model import ServedModel
 
 OPTIONS = Options(data_parallel_size=2, enable_expert_parallel=True)
 LIMIT_S = 20.0
@@ -49,17 +49,17 @@ def test_what_a_restart_waits_for_is_said_and_it_yields_to_the_end(
         return second
 
     async def main() -> None:
-        engine = Engine(first, OPTIONS, restart=True, on_end=ended.append)
+        model = ServedModel(first, OPTIONS, restart=True, on_end=ended.append)
         group.lose("rank 1 ended unexpectedly")
         waited = "RankLost: rank 1 ended unexpectedly; all ranks are being started anew: waiting for rank 1 to start"
-        await until(lambda: engine.problem == waited)
+        await until(lambda: model.problem == waited)
         if is_ending:
-            engine.drain()
+            model.drain()
         may_go_on.set()
-        await until(lambda: bool(closed) or engine.problem is None)
-        assert (closed, engine.num_restarts) == (([second], 0) if is_ending else ([], 1))
-        assert engine.problem == (waited if is_ending else None)
-        engine.close()
+        await until(lambda: bool(closed) or model.problem is None)
+        assert (closed, model.num_restarts) == (([second], 0) if is_ending else ([], 1))
+        assert model.problem == (waited if is_ending else None)
+        model.close()
 
     monkeypatch.setattr(LLM, "from_options", from_options)
     monkeypatch.setattr(second, "close", lambda: closed.append(second))
@@ -72,12 +72,12 @@ def test_a_rank_lost_while_the_server_ends_starts_nothing_anew(monkeypatch: pyte
     ended: list[HocketError] = []
 
     async def main() -> None:
-        engine = Engine(first, OPTIONS, restart=True, on_end=ended.append)
-        engine.drain()
-        assert engine.problem == "the server is shutting down"
+        model = ServedModel(first, OPTIONS, restart=True, on_end=ended.append)
+        model.drain()
+        assert model.problem == "the server is shutting down"
         group.lose("rank 1 ended unexpectedly")
         await until(lambda: bool(ended))
-        engine.close()
+        model.close()
 
     monkeypatch.delattr(LLM, "from_options")
     asyncio.run(main())
