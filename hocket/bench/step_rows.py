@@ -10,6 +10,7 @@ from hocket.bench.cells import Cell
 from hocket.bench.floor import Rates, floor_of, split_parts, step_parts
 from hocket.bench.report import link_of, runs_in_fp8, spread
 from hocket.bench.strategies import DUAL_BATCH, SERIAL
+from hocket.config.backends import COPY_TRANSPORTS
 from hocket.config.engine import EngineConfig
 
 LANES = ("compute", "compute_halves", "comm", "comm_halves", "output")
@@ -53,6 +54,7 @@ def row_of(
     spreads = {name: spread(values) for name, values in times.items()}
     medians = {name: found["median"] for name, found in spreads.items()}
     step_us = spreads["step_us"]
+    kernels = _kernels(one, config)
     return {
         "layers": config.model.num_layers,
         "dtype": "fp8" if runs_in_fp8(rank) else config.dtype,
@@ -82,13 +84,13 @@ def row_of(
         **medians,
         "bound_us": max(medians["compute_halves_us"], medians["comm_halves_us"]) if one.lanes else None,
         **_per_layer(one, medians, config.model.num_layers),
-        **_exposed(one, medians),
+        **_exposed(one, medians, kernels),
         "lanes": one.lanes and {"graphs": one.lanes["graphs"], "bytes": one.lanes["bytes"]},
         "floor_us": floor["us"],
         "floor": floor,
         "tokens_per_s": cell.num_tokens / medians["step_us"] * 1e6,
-        "kernels_per_step": (one.kernels or {}).get("per_step"),
-        "kernels": one.kernels,
+        "kernels_per_step": (kernels or {}).get("per_step"),
+        "kernels": kernels,
         "replay_us": one.replay_us,
         "spread": {name: [found["min"], found["max"]] for name, found in spreads.items()}
         | {"tokens_per_s": [cell.num_tokens / step_us[end] * 1e6 for end in ("max", "min")]},
@@ -111,13 +113,22 @@ def _per_layer(one: Measured, medians: Mapping[str, float], num_layers: int) -> 
     return {"layer_us": (medians["step_us"] - output) / num_layers, "layer_bound_us": bound / num_layers}
 
 
-def _exposed(one: Measured, medians: Mapping[str, float]) -> dict[str, Any]:
+def _kernels(one: Measured, config: EngineConfig) -> dict[str, Any] | None:
+    """Without times of communication where copies do it: a profile of a replayed graph has them on compute's stream."""
+    parallel = config.parallel
+    are_copies = parallel.emulated_link is not None or parallel.all2all_backend in COPY_TRANSPORTS
+    if one.kernels is None or not are_copies:
+        return one.kernels
+    return one.kernels | {"comm_us": None, "exposed_comm_us": None}
+
+
+def _exposed(one: Measured, medians: Mapping[str, float], kernels: Mapping[str, Any] | None) -> dict[str, Any]:
     """By the lanes of the steps themselves or a profile of some, else what a step takes longer than its compute."""
     found = [run["exposed_us"] for run in one.runs]
     if None not in found:
         return {"exposed_comm_us": spread(found)["median"], "exposed_from": "lanes"}
-    if one.kernels is not None and one.kernels.get("exposed_comm_us") is not None:
-        return {"exposed_comm_us": one.kernels["exposed_comm_us"], "exposed_from": "profile"}
+    if kernels is not None and kernels["exposed_comm_us"] is not None:
+        return {"exposed_comm_us": kernels["exposed_comm_us"], "exposed_from": "profile"}
     if one.lanes is not None:
         alone = medians["compute_halves_us" if one.strategy == DUAL_BATCH else "compute_us"]
         return {"exposed_comm_us": max(medians["step_us"] - alone, 0.0), "exposed_from": "step minus compute"}

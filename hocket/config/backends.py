@@ -31,6 +31,8 @@ NCCL_TRANSPORTS = ("torch", "allgather_reducescatter")
 """Those that NCCL moves tokens for on GPUs."""
 GPU_TRANSPORTS = tuple(name for name in EP_TRANSPORTS if name not in NCCL_TRANSPORTS)
 """Those that run on NVIDIA GPUs only."""
+COPY_TRANSPORTS = ("nvlink_copy",)
+"""Those whose rows copy engines move: in a profile of a replayed graph such copies look like any other."""
 EXECUTORS = ("greenlet", "thread")
 """How ubatches take turns."""
 PLACEMENTS = ("linear", "round_robin")

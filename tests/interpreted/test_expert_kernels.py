@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -57,13 +58,16 @@ def with_reference(
     return experts, reference
 
 
-def contiguous(rows: Tensor, weight: Tensor, out: Tensor, expert_of_row: Tensor) -> None:
-    assert len(expert_of_row) == len(rows) == len(out)
-    tiles = (x.split(DEEP_GEMM_TILE) for x in (out, rows, expert_of_row))
-    for tile, part, experts in zip(*tiles, strict=True):
-        assert (experts == experts[0]).all()
-        if experts[0] >= 0:
-            tile.copy_(part @ weight[experts[0]].T)
+def contiguous(rows: Tensor, weight: Tensor, out: Tensor, ends: Tensor, use_psum_layout: bool = False) -> None:
+    """ends: the place behind each expert's last row; whole tiles are multiplied, from a multiple of a tile on."""
+    assert use_psum_layout
+    assert len(ends) == len(weight)
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        assert begin <= end <= len(rows)
+        behind = -(-end // DEEP_GEMM_TILE) * DEEP_GEMM_TILE
+        out[begin:behind] = rows[begin:behind] @ weight[expert].T
+        begin = behind
 
 
 def masked(rows: Tensor, weight: Tensor, out: Tensor, num_rows: Tensor, expected: int) -> None:
@@ -94,20 +98,23 @@ def _launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_launches")
 @pytest.mark.parametrize(("num_rows", "top_k", "num_experts"), [*CASES, (700, 3, 33)])
-@pytest.mark.parametrize("per_place", [False, True])
-def test_tiles(num_rows: int, top_k: int, num_experts: int, per_place: bool) -> None:
-    """Every expert's slots stand in their order in tiles of their own, and the table says whose each tile is."""
+@pytest.mark.parametrize("told", ["tiles", "places", "ends"])
+def test_tiles(num_rows: int, top_k: int, num_experts: int, told: Literal["tiles", "places", "ends"]) -> None:
+    """Every expert's slots stand in their order in tiles of their own, and the table says whose each tile is, or where
+    each expert ends."""
     rows_of_tile = 16
     ids = random_ids(num_rows, top_k, num_experts, seed=num_rows)
     ids[0, 0], ids[-1, -1] = num_experts + 5, -(1 << 32)  # out of range: nobody's
-    tiles = permute.tiles_of(ids, num_experts, rows_of_tile, expert_per_place=per_place)
+    tiles = permute.tiles_of(ids, num_experts, rows_of_tile, told=told)
     expected = [-1] * ids.numel()
     owners: list[int] = []
     counts: list[int] = []
+    ends: list[int] = []
     for expert, slots in enumerate(slots_by_expert(ids, num_experts)):
         for index, slot in enumerate(slots):
             expected[slot] = len(owners) * rows_of_tile + index
         assert int(tiles.rows_of_expert[expert]) == len(slots)
+        ends.append(len(owners) * rows_of_tile + len(slots))
         for first in range(0, len(slots), rows_of_tile):
             owners.append(expert)
             counts.append(min(rows_of_tile, len(slots) - first))
@@ -116,8 +123,8 @@ def test_tiles(num_rows: int, top_k: int, num_experts: int, per_place: bool) -> 
     assert int(tiles.num_tiles) == len(owners) <= tiles.max_tiles
     assert tiles.rows_of_tile[: len(owners)].tolist() == counts
     table = owners + [-1] * (tiles.max_tiles - len(owners))
-    entries = rows_of_tile if per_place else 1
-    assert tiles.expert_of_tile.tolist() == [owner for owner in table for _ in range(entries)]
+    tables = {"tiles": table, "places": [owner for owner in table for _ in range(rows_of_tile)], "ends": ends}
+    assert tiles.expert_of_tile.tolist() == tables[told]
 
 
 @pytest.mark.usefixtures("_launches")

@@ -7,6 +7,8 @@ Shapes: N rows, D hidden, I intermediate, E local experts, K top-k, P places, M 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,9 @@ MASKED_ALIGN = 128
 
 class DeepGemmExperts(Experts):
     """Each expert has places for all rows (masked GEMMs) where these are few, or no more than there are slots; else
-    experts stand one behind the other (contiguous GEMMs), which multiplies all places, also those that slots of other
-    ranks' experts leave empty. Rows that come expert by expert are taken as they lie. A row names an expert at most
-    once; its slots are summed in their order.
+    experts stand one behind the other (contiguous GEMMs). Places that nothing stands at are not multiplied in either:
+    slots of other ranks' experts leave most of them empty. Rows that come expert by expert are taken as they lie. A row
+    names an expert at most once; its slots are summed in their order.
     """
 
     name = "deep_gemm"
@@ -48,7 +50,9 @@ class DeepGemmExperts(Experts):
         if ids.numel() == 0 or self.num_local_experts == 0:
             return x.new_zeros(x.shape)
         x = x if x.stride(1) == 1 else x.contiguous()
-        places = places_of(ids, self.num_local_experts, self.local_id_of, is_masked=self._is_masked(*ids.shape))
+        places = places_of(
+            ids, self.num_local_experts, self.local_id_of, is_masked=self._is_masked(*ids.shape), told="ends"
+        )
         expected = max(1, round(self.rows_per_expert(ids)))
         gate_up = self._product(permute.scatter_rows(x, places, ids.shape[1]), places, self.w13, expected)
         hidden = permute.silu_and_mul_rows(gate_up, places)
@@ -73,22 +77,31 @@ class DeepGemmExperts(Experts):
 
         out = rows.new_empty(len(rows), weight.shape[1])
         if isinstance(places, permute.Tiles):
-            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, weight, out, places.expert_of_tile)
+            ends = places.expert_of_tile
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(rows, weight, out, ends, use_psum_layout=True)
             return out
         grouped, grouped_out = (x.view(self.num_local_experts, -1, x.shape[1]) for x in (rows, out))
         deep_gemm.m_grouped_bf16_gemm_nt_masked(grouped, weight, grouped_out, places.rows_of_expert, expected_rows)
         return out
 
 
-def places_of(ids: Tensor, num_experts: int, local_id_of: Tensor | None, *, is_masked: bool) -> permute.Places:
+def places_of(
+    ids: Tensor,
+    num_experts: int,
+    local_id_of: Tensor | None,
+    *,
+    is_masked: bool,
+    told: Literal["places", "ends"] = "places",
+) -> permute.Places:
     """Where DeepGEMM's products want each slot's row: is_masked: in places for all rows at every expert, else experts
-    one behind the other, as Tiles. ids as in `permute.tiles_of`, each row with an expert at most once."""
+    one behind the other, as Tiles that tell `told`. ids as in `permute.tiles_of`, each row with an expert at most
+    once."""
     if is_masked:
         return permute.masked_places_of(ids, num_experts, masked_rows(len(ids)), local_id_of)
     import deep_gemm
 
     step = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    return permute.tiles_of(ids, num_experts, step, local_id_of, expert_per_place=True)
+    return permute.tiles_of(ids, num_experts, step, local_id_of, told=told)
 
 
 def places_of_groups(rows: GroupedRows) -> permute.Places:

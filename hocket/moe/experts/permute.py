@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class Tiles(Places):
     """Places of an expert begin at a multiple of the tile's rows, directly behind the last tile of the one before.
 
     slot_of_place int32 [P] (undefined where nothing stands); max_tiles T, from shapes alone; expert_of_tile int32 [T]
-    (or [P], once per place), -1 past the last; rows_of_tile int32 [T]; num_tiles int32 [1].
+    (or [P], once per place), -1 past the last, or [E], the place behind each expert's last row; rows_of_tile int32 [T];
+    num_tiles int32 [1].
     """
 
     slot_of_place: Tensor
@@ -53,15 +55,22 @@ class Tiles(Places):
 
 
 def tiles_of(
-    ids: Tensor, num_experts: int, tile_rows: int, local_id_of: Tensor | None = None, *, expert_per_place: bool = False
+    ids: Tensor,
+    num_experts: int,
+    tile_rows: int,
+    local_id_of: Tensor | None = None,
+    *,
+    told: Literal["tiles", "places", "ends"] = "tiles",
 ) -> Tiles:
     """Tiles of tile_rows for ids int [N, K] (rows may be strided): indices of local experts where local_id_of is None,
-    else ids of all experts, whose indices local_id_of int64 [all + 1] has, or -1. Any other id counts as -1."""
+    else ids of all experts, whose indices local_id_of int64 [all + 1] has, or -1. Any other id counts as -1. told: what
+    expert_of_tile is of."""
     num_slots = ids.numel()
     max_tiles = num_slots // tile_rows + min(num_experts, num_slots)
     num_places = max_tiles * tile_rows
-    entries = tile_rows if expert_per_place else 1
-    sizes = num_slots, num_experts, num_places, max_tiles * entries, max_tiles, 1
+    entries = {"tiles": 1, "places": tile_rows, "ends": 0}[told]
+    num_told = max_tiles * entries if entries else num_experts
+    sizes = num_slots, num_experts, num_places, num_told, max_tiles, 1
     place_of_slot, rows_of_expert, slot_of_place, expert_of_tile, rows_of_tile, num_tiles = int32_parts(ids, *sizes)
     tiles = Tiles(
         num_places=num_places,
@@ -187,7 +196,7 @@ def _launches(
         "BLOCK": BLOCK_SLOTS,
     }
     count = Launch(kernels.count_slots, (num_blocks,), *strides, num_slots, **constants)
-    tiles_at_once = 64 if entries == 1 else 16
+    tiles_at_once = 64 if entries <= 1 else 16
     place = Launch(
         kernels.place_slots,
         (max(num_blocks, -(-max_tiles // tiles_at_once)),),

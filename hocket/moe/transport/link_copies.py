@@ -32,12 +32,14 @@ class CopyDelay:
         self._least_s = max(0.0, small_s - _SMALL_BYTES / self.bytes_per_s)
 
     def _seconds_of(self, num_bytes: int) -> float:
+        """How long the current stream waits for a delay of so many bytes, the way to the other stream and back
+        included."""
         found: list[float] = []
         for _ in range(_REPEATS + 1):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(self._stream)
-            self._copy(num_bytes)
-            end.record(self._stream)
+            begin.record()
+            self.wait(self._started(self.mark(), num_bytes))
+            end.record()
             end.synchronize()
             found.append(begin.elapsed_time(end) * 1e-3)
         return min(found[1:])
@@ -59,8 +61,11 @@ class CopyDelay:
 
     def start(self, mark: torch.cuda.Event, seconds: float) -> torch.cuda.Event:
         """What ends `seconds` after the mark, and after the delay before it."""
+        return self._started(mark, round((seconds - self._least_s) * self.bytes_per_s))
+
+    def _started(self, mark: torch.cuda.Event, num_bytes: int) -> torch.cuda.Event:
         self._stream.wait_event(mark)
-        self._copy(round((seconds - self._least_s) * self.bytes_per_s))
+        self._copy(num_bytes)
         return _recorded(self._stream)
 
     def wait(self, end: torch.cuda.Event) -> None:

@@ -231,9 +231,13 @@ def _place(
         is_tile = tile < tl.sum(tiles, 0)
         known = tl.where(is_tile, expert, 0)
         rows = tl.gather(total + begin, known, 0) - tile * TILE_ROWS
-        entries = tile[:, None] * ENTRIES + tl.arange(0, ENTRIES)[None, :]
-        expert = tl.where(is_tile, expert, -1)[:, None] + tl.zeros([1, ENTRIES], tl.int32)
-        tl.store(expert_of_tile + entries, expert, mask=tile[:, None] < max_tiles)
+        if ENTRIES == 0:
+            if block == 0:
+                tl.store(expert_of_tile + bins, begin + total, mask=bins < NUM_EXPERTS)
+        else:
+            entries = tile[:, None] * ENTRIES + tl.arange(0, ENTRIES)[None, :]
+            expert = tl.where(is_tile, expert, -1)[:, None] + tl.zeros([1, ENTRIES], tl.int32)
+            tl.store(expert_of_tile + entries, expert, mask=tile[:, None] < max_tiles)
         tl.store(rows_of_tile + tile, tl.minimum(rows, TILE_ROWS), mask=is_tile)
         if block == 0:
             tl.store(num_tiles, tl.sum(tiles, 0))
