@@ -23,7 +23,8 @@ from hocket.config.resolve import resolve
 from hocket.dist.headless import run_ranks, say
 from hocket.dist.launcher import under_torchrun
 from hocket.errors import ConfigError, HocketError, RankLost
-from hocket.llm import LLM, must_agree
+from hocket.front import must_agree
+from hocket.llm import LLM
 from hocket.server.app import make_app
 from hocket.server.connection import TimedProtocol
 from hocket.server.served_model import ServedModel

@@ -12,7 +12,8 @@ from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.dist.launcher import RankGroup, under_torchrun
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
-from hocket.llm import LLM, front_of
+from hocket.front import front_of
+from hocket.llm import LLM
 from hocket.outputs import RequestOutput
 from hocket.request import SamplingParams
 from hocket.verify.compare import Answer, Comparison, Rules, compare
