@@ -5,13 +5,12 @@ Shapes: T this rank's rows, P rows every rank pads to, D hidden, K top-k, n rank
 A call has a slot of the memory: for the rows of all ranks that its dispatch brings, and for the sums of all ranks that
 its combine brings. Calls take the slots in turn, as many as there are ubatches. Nobody says when a slot is free, since
 the next dispatch into it comes behind this call's combine: whoever sent me sums has read my rows, and whoever sends me
-rows again has read my sums. That needs the receives before the next send, which schedules keep, and no more calls under
-way than slots, which is checked.
+rows again has read my sums. That needs a call's receives before the next call in its slot, which ubatches that take turns
+keep, and no more calls under way than slots, which is checked.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -108,7 +107,7 @@ class NVLinkCopyTransport(Transport):
         self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
         self._rank, self._group, self._device = rank, group, device
         self._opened: _Slots | None = None
-        self._turns = itertools.cycle((0,))
+        self._turn = 0  # the slot of the next call, the same on all ranks
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:
@@ -121,7 +120,7 @@ class NVLinkCopyTransport(Transport):
         assert self._group is not None
         peer_memory.check_peers(self.name, self._device, list(NCCL_TRANSPORTS))
         self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
-        self._turns = itertools.cycle(range(sizes.num_ubatches))
+        self._turn = 0
 
     def close(self) -> None:
         self._opened = None
@@ -131,11 +130,12 @@ class NVLinkCopyTransport(Transport):
         slots, (num_rows, padded) = self._slots, (x.shape[0], layout.num_padded_max)
         if not num_rows <= padded <= slots.max_tokens:
             raise CapacityError(f"{num_rows} rows, padded to {padded}, do not fit into {slots.max_tokens}")
-        slot, rows = next(self._turns), RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        slot, rows = self._turn, RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         num_bytes = padded * rows.row_bytes
         here = slots.here(slot, DISPATCH, num_bytes)
         mine = slots.mine(slot, DISPATCH, num_bytes, self._rank)
         rows.pack(x, topk_ids, topk_weights, padded, into=mine.view(padded, rows.row_bytes))
+        self._turn = (slot + 1) % slots.count  # not where packing failed: the rank tries again, the others do not
 
         def send() -> None:
             slots.begin()
