@@ -5,8 +5,8 @@ Shapes: T this rank's rows, P rows every rank pads to, D hidden, K top-k, n rank
 A call has a slot of the memory: for the rows of all ranks that its dispatch brings, and for the sums of all ranks that
 its combine brings. Calls take the slots in turn, as many as there are ubatches. Nobody says when a slot is free, since
 the next dispatch into it comes behind this call's combine: whoever sent me sums has read my rows, and whoever sends me
-rows again has read my sums. That needs a call's receives before the next call in its slot, which ubatches that take turns
-keep, and no more calls under way than slots, which is checked.
+rows again has read my sums. That needs a call's receives before the next call in its slot, which schedules keep, and no
+more calls under way than slots, which is checked.
 """
 
 from __future__ import annotations
