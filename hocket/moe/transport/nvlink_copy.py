@@ -119,7 +119,10 @@ class NVLinkCopyTransport(Transport):
             raise ConfigError("all2all_backend", self.name, allowed, where="for ranks on several hosts")
         assert self._group is not None
         peer_memory.check_peers(self.name, self._device, list(NCCL_TRANSPORTS))
-        self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
+        try:
+            self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
+        except CapacityError as error:
+            raise CapacityError(f"{self.name}: {error}: lower --max-num-batched-tokens") from error
         self._turn = 0
 
     def close(self) -> None:
