@@ -97,13 +97,21 @@ class Placed:
 
 
 class Balance:
-    """Places requests and counts what ranks have to do.
+    """Places requests and counts what ranks have to do. loads: by rank, from `first_rank` on.
 
     by_tokens: by the fewest tokens, else by the fewest requests; the other one decides between equals. prefixes: None:
     what ranks have in their caches does not matter.
     """
 
-    def __init__(self, num_ranks: int, *, by_tokens: bool = False, prefixes: PrefixMemory | None = None) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        by_tokens: bool = False,
+        prefixes: PrefixMemory | None = None,
+        first_rank: int = 0,
+    ) -> None:
+        self._first_rank = first_rank
         self.loads = [RankLoad() for _ in range(num_ranks)]
         self.placed: dict[str, Placed] = {}
         """Requests that are not over, by id."""
@@ -119,11 +127,14 @@ class Balance:
         if prefixes is not None and request.params.prompt_logprobs is None:  # which have every token computed
             known = [prefixes.num_known(one, names) for one in range(len(self.loads))]
         if rank is None:
-            rank = min(range(len(self.loads)), key=lambda one: self._burden(self.loads[one], known[one]))
+            idx = min(range(len(self.loads)), key=lambda one: self._burden(self.loads[one], known[one]))
+        else:
+            idx = rank - self._first_rank
         if prefixes is not None:
-            prefixes.remember(rank, names)
-        placed = Placed(rank, known[rank], len(token_ids) - known[rank], self._expected_output(request))
-        load = self.loads[rank]
+            prefixes.remember(idx, names)
+        num_known = known[idx]
+        placed = Placed(idx + self._first_rank, num_known, len(token_ids) - num_known, self._expected_output(request))
+        load = self.loads[idx]
         if load.num_requests == 0:
             load.busy_since = time.monotonic()
         load.num_requests += 1
@@ -152,14 +163,14 @@ class Balance:
         placed.num_output_tokens -= done - placed.num_prompt_tokens
         placed.num_prompt_tokens = 0
         placed.num_made += num_new
-        self.loads[placed.rank].num_tokens -= done
+        self.loads[placed.rank - self._first_rank].num_tokens -= done
 
     def ended(self, request_id: str, reason: FinishReason | str) -> Placed | None:
         """A request is over; None where it was so before."""
         placed = self.placed.pop(request_id, None)
         if placed is None:
             return None
-        load = self.loads[placed.rank]
+        load = self.loads[placed.rank - self._first_rank]
         load.num_requests -= 1
         load.num_tokens -= placed.num_tokens
         if reason == "stop" and self._by_tokens:

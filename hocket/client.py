@@ -84,7 +84,7 @@ class EngineClient:
         self.config = config
         self.group = group
         self.processor = processor
-        self.balance = Balance(group.world_size)
+        self.balance = Balance(len(group.ranks), first_rank=group.ranks[0])
         self._silence_checked_at = 0.0
         self.listener: Listener | None = None
         self.on_spans: Callable[[Spans], None] | None = None
@@ -127,7 +127,8 @@ class EngineClient:
     def _check_rank(self, rank: int | None) -> None:
         wrong_type = not isinstance(rank, int) or isinstance(rank, bool)
         if rank is not None and (wrong_type or rank not in self.group.ranks):
-            raise ConfigError("data_parallel_rank", rank, f"a whole number from 0 to {self.group.world_size - 1}")
+            allowed = f"a whole number from {self.group.ranks[0]} to {self.group.ranks[-1]}"
+            raise ConfigError("data_parallel_rank", rank, allowed)
 
     def _ended(self, engine_request_id: str, reason: str) -> None:
         if self.balance.ended(engine_request_id, reason) is not None and self.listener is not None:
@@ -189,10 +190,11 @@ class EngineClient:
 
     def _check_silence(self, now: float) -> None:
         limit = self.config.step_timeout_s + _SILENCE_GRACE_S
-        for rank, load in enumerate(self.balance.loads):
+        for rank, load in enumerate(self.balance.loads, self.group.ranks[0]):
             if load.num_requests and now - max(self.group.last_heard[rank], load.busy_since) > limit:
-                self.group.kill()
-                raise RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
+                error = RankLost(f"rank {rank} has said nothing for {limit:g} s, longer than a step may take")
+                self.group.kill(str(error))
+                raise error
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; their RequestOutputs finish with the reason "abort". Unknown ids are ignored."""
@@ -210,7 +212,7 @@ class EngineClient:
             self.group.send(rank, Abort(request_ids=ids, reason=reason))
 
     def num_requests_per_rank(self) -> list[int]:
-        """Unfinished requests of each rank."""
+        """Unfinished requests of each rank of the group."""
         return [load.num_requests for load in self.balance.loads]
 
     def num_tokens_per_rank(self) -> list[int]:
@@ -260,7 +262,7 @@ class EngineClient:
         self.group.broadcast(question)
         found: dict[int, Answer] = {}
         deadline = time.monotonic() + (limit_s or self.config.step_timeout_s) + _SILENCE_GRACE_S
-        while len(found) < self.group.world_size:
+        while len(found) < len(self.group.ranks):
             if time.monotonic() > deadline:
                 missing = ", ".join(str(rank) for rank in self.group.ranks if rank not in found)
                 raise RankLost(f"rank {missing} did not report {what}")

@@ -21,10 +21,11 @@ from hocket.overlap.vote import Reason, StepPlan
 from hocket.request import EngineRequest, Request
 from hocket.scheduler.batch import Batch
 from hocket.scheduler.scheduler import Scheduler
+from hocket.worker.build import OnProgress
 from hocket.worker.capture import TimeLimit, unlimited
 from hocket.worker.in_flight import InFlight, StepResult
 from hocket.worker.laps import Laps
-from hocket.worker.runner import OnProgress, Runner
+from hocket.worker.runner import Runner
 from hocket.worker.schemas import Schemas
 from hocket.worker.stats import StepRecord, StepStats
 from hocket.worker.step_log import StepLog
@@ -133,9 +134,12 @@ class Engine:
             failure=self._failed_here,
             wish=self._wish(batch),
         )
-        laps.end("schedule")
+        entered_at = laps.end("schedule")
         table = self.exchange.exchange(column)
-        laps.end_exchange(table)
+        left_at = laps.end_exchange(table)
+        if (recorder := self.runner.executor.recorder) is not None:
+            recorder.number = self._step
+            recorder.exchange_ns = round(entered_at * 1e9), round(left_at * 1e9)
         plan = vote.decide(table, self.config.overlap, self.config.graphs)
         self._step += 1
         self._peers_decode = plan.any_decodes

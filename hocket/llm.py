@@ -16,10 +16,12 @@ from hocket import __version__
 from hocket.client import EngineClient
 from hocket.config.engine import EngineConfig
 from hocket.config.hosts import HostConfig
+from hocket.config.kernel_caches import caches_text
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
-from hocket.dist.hosts import Hosts
 from hocket.dist.launcher import RankGroup, under_torchrun
+from hocket.dist.processes import listed
+from hocket.dist.servers import others_of
 from hocket.errors import ConfigError, HocketError
 from hocket.generation_config import GenerationConfig
 from hocket.outputs import RequestOutput
@@ -61,12 +63,13 @@ class LLM:
         group: RankGroup | None = None,
         hosts: HostConfig | None = None,
         on_wait: Callable[[str], None] | None = None,
+        check: Callable[[LLM], None] | None = None,
     ) -> LLM:
         """From checked options. `progress`: show start-up on standard error. `group`: re-use running ranks (of the
         right number), which are left running by `close()`. `hosts`: other hosts have some of the ranks. `on_wait`: told
-        which ranks are waited for, and for what."""
+        which ranks are waited for, and for what. `check`: called before any rank starts; what it raises ends it."""
         llm = cls.__new__(cls)
-        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait)
+        llm._start(options, progress=progress, group=group, hosts=hosts, on_wait=on_wait, check=check)
         return llm
 
     def _start(
@@ -77,31 +80,28 @@ class LLM:
         group: RankGroup | None = None,
         hosts: HostConfig | None = None,
         on_wait: Callable[[str], None] | None = None,
+        check: Callable[[LLM], None] | None = None,
     ) -> None:
         self.options, self.hosts = options, hosts
-        self.config: EngineConfig = resolve(options)
+        self.config: EngineConfig = resolve(options, num_local=hosts.num_ranks if hosts is not None else None)
         started = time.perf_counter()
         self._closing: weakref.finalize[..., LLM] | None = None
         self._group: RankGroup | None = None
         self._ids = itertools.count()
         if under_torchrun():
             _serve_other_ranks(self.config)
-        self._tokenizer: ChatTokenizer | None = None
-        if not options.skip_tokenizer_init:
-            path = options.tokenizer or self.config.model_path
-            self._tokenizer = ChatTokenizer.from_pretrained(path, options.chat_template)
-        self._processor = Processor(
-            tokenizer=self._tokenizer,
-            vocab_size=self.config.model.vocab_size,
-            max_model_len=self.config.scheduler.max_model_len,
-            eos_token_ids=self.config.model.eos_token_ids,
-            generation_config=GenerationConfig.from_pretrained(self.config.model_path),
-            seed=options.seed,
-        )
+        self._tokenizer, self._processor = front_of(options, self.config)
+        if check is not None:
+            check(self)
         front_s = time.perf_counter() - started
         world_size = self.config.parallel.data_parallel_size
-        others = Hosts(hosts, must_agree(options)) if hosts is not None else None
-        self._group = group or RankGroup.start(world_size, self.config.startup_timeout_s, others, on_wait)
+        limit_s = self.config.startup_timeout_s
+        others = None
+        if hosts is not None:
+            # Servers of their own make the configuration themselves; headless hosts get this one's.
+            alike = must_agree(options, hosts) | ({"device": self.config.device} if hosts.own_server else {})
+            others = others_of(hosts, alike, limit_s, on_wait)
+        self._group = group or RankGroup.start(world_size, limit_s, others, on_wait)
         if group is None:
             # Runs when this object goes, at the latest while the interpreter still works; a forked child must not.
             self._closing = weakref.finalize(self, _close, self._group, os.getpid())
@@ -113,7 +113,8 @@ class LLM:
             raise
         self.client = EngineClient(self.config, self._group, self._processor)
         of_ranks = [rank["startup_s"] for rank in self.ranks]
-        self.startup = StartUp(began=started, ready=time.perf_counter(), front_s=front_s, ranks=of_ranks)
+        ready, first_rank = time.perf_counter(), self._group.ranks[0]
+        self.startup = StartUp(began=started, ready=ready, front_s=front_s, ranks=of_ranks, first_rank=first_rank)
         logger.info("%s", self.summary())
 
     # -- generating ---------------------------------------------------------------------------------------------
@@ -174,6 +175,27 @@ class LLM:
         Raises:
             ConfigError: the model has no chat template and none was given.
         """
+        prompts = self.rendered(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def rendered(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """The prompts that `chat` makes of the same, for `generate`. Raises as it does."""
         if self._tokenizer is None:
             raise ConfigError("skip_tokenizer_init", True, "false", where="for chat, which needs the tokenizer")
         template = self._tokenizer.template(chat_template)
@@ -189,8 +211,16 @@ class LLM:
             for conversation in conversations
         ]
         encode = self._tokenizer.encode
-        both = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
-        return self.generate(both, sampling_params, use_tqdm=use_tqdm)
+        return [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
+
+    def check(self, prompts: Any) -> None:
+        """Whether `generate` would take these prompts; no rank is asked.
+
+        Raises:
+            ConfigError, CapacityError: one is wrong, or is too long for the model.
+        """
+        for prompt in parse_prompts(prompts):
+            self._processor.check(prompt)
 
     # -- looking in ---------------------------------------------------------------------------------------------
 
@@ -215,10 +245,14 @@ class LLM:
             experts += f", {config.overlap.num_ubatches} ubatches ({config.overlap.executor})"
         blocks = " / ".join(str(n) for n in sorted({rank["num_blocks"] for rank in ranks}))
         threads, ready_s = ranks[0]["num_threads"], self.startup.total_s
+        many = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+        if len(ranks) < parallel.data_parallel_size and self.hosts is not None:
+            many = f"rank {listed(self.hosts.ranks)} of {parallel.data_parallel_size}"
         return (
-            f"{self.options.model} ({config.model.model_type}, {config.dtype}): {len(ranks)} rank"
-            f"{'s' * (len(ranks) > 1)} on {config.device}, {threads} thread{'s' * (threads > 1)} each, {experts}; "
+            f"{self.options.model} ({config.model.model_type}, {config.dtype}): {many} on {config.device}, "
+            f"{threads} thread{'s' * (threads > 1)} each, {experts}; "
             f"KV cache {blocks} blocks of {config.cache.block_size} tokens per rank; ready in {ready_s:.1f} s"
+            f"{caches_text(config.device)}"
         )
 
     def stats(self, *, reset: bool = False) -> list[dict[str, Any]]:
@@ -244,9 +278,30 @@ class LLM:
         self.close()
 
 
-def must_agree(options: Options) -> dict[str, Any]:
+def front_of(options: Options, config: EngineConfig) -> tuple[ChatTokenizer | None, Processor]:
+    """What an LLM has besides its ranks: the tokenizer, where there is one, and what makes requests of prompts.
+
+    Raises:
+        ConfigError, CheckpointError: the model's folder, or what `options` name, has none that can be read.
+    """
+    tokenizer: ChatTokenizer | None = None
+    if not options.skip_tokenizer_init:
+        tokenizer = ChatTokenizer.from_pretrained(options.tokenizer or config.model_path, options.chat_template)
+    processor = Processor(
+        tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size,
+        max_model_len=config.scheduler.max_model_len,
+        eos_token_ids=config.model.eos_token_ids,
+        generation_config=GenerationConfig.from_pretrained(config.model_path),
+        seed=options.seed,
+    )
+    return tokenizer, processor
+
+
+def must_agree(options: Options, hosts: HostConfig) -> dict[str, Any]:
     """What every host of a server must have been given alike, by name."""
-    return {"the version of hocket": __version__, **asdict(options)}
+    more = {"the version of hocket": __version__, "a server on every host": hosts.own_server}
+    return more | asdict(options)
 
 
 def _close(group: RankGroup, pid: int) -> None:

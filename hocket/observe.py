@@ -32,6 +32,7 @@ from hocket.overlap.vote import StepPlan
 from hocket.trace.spans import Recorder
 from hocket.worker.graphs import name_of
 from hocket.worker.kernel_count import KernelCount
+from hocket.worker.kernel_profile import KernelProfile
 from hocket.worker.lane_times import LaneTimes
 
 Measure = SetThresholds | TimeReplays | TimeLanes
@@ -100,12 +101,29 @@ class Observer:
         self._replay_us = None
 
     def _record_steps(self, order: RecordSteps) -> None:
-        self._engine.runner.executor.recorder = Recorder(order.phase, order.skip, order.num_steps)
+        self._take_recorder()
+        recorder = Recorder(order.phase, order.skip, order.num_steps)
+        executor = self._engine.runner.executor
+        if executor.is_on_gpu:
+            recorder.profile = KernelProfile.started(order.num_steps, is_early=order.skip == 0)
+        executor.recorder = recorder
 
     def _spans(self, _question: GetSpans) -> Spans:
+        recorder = self._take_recorder()
+        if recorder is None:
+            return Spans(rank=self._rank, steps=[])
+        steps, profile = recorder.finished, recorder.profile
+        if isinstance(profile, KernelProfile):
+            profile.fill(self._engine.runner.executor.num_sparse_layers)
+        return Spans(rank=self._rank, steps=[step for step in steps if step.spans])
+
+    def _take_recorder(self) -> Recorder | None:
+        """The one that recorded until now, if any did."""
         executor = self._engine.runner.executor
         recorder, executor.recorder = executor.recorder, None
-        return Spans(rank=self._rank, steps=[] if recorder is None else recorder.finished)
+        if recorder is not None and recorder.profile is not None:
+            recorder.profile.stop()
+        return recorder
 
     def _record_states(self, order: RecordStates) -> None:
         self._engine.runner.record_states(order.forced)

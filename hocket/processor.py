@@ -179,6 +179,10 @@ class Processor:
         self.check_length(token_ids)
         return prompt.text, token_ids
 
+    def check(self, prompt: Prompt) -> None:
+        """Raise what `add` would raise for the prompt."""
+        self._tokenize(parse_prompt(prompt))
+
     def check_length(self, token_ids: Sequence[int]) -> None:
         """Raise CapacityError for a prompt that leaves no room for a token of output."""
         if len(token_ids) >= self.max_model_len:

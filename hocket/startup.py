@@ -43,12 +43,13 @@ def process_began() -> float:
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
     """Of an LLM. began, ready: by time.perf_counter. front_s: its own part, before any rank. ranks: each rank's phases,
-    in seconds, in order; of a rank that ran before those of this start alone."""
+    in seconds, in order; of a rank that ran before those of this start alone. first_rank: the first one's number."""
 
     began: float
     ready: float
     front_s: float
     ranks: Sequence[Mapping[str, float]]
+    first_rank: int = 0
 
     @property
     def total_s(self) -> float:
@@ -56,7 +57,7 @@ class StartUp:
 
     @property
     def slowest(self) -> int:
-        """The rank that took longest where none waits for others; what the others waited is in their later phases."""
+        """Of `ranks`, which took longest where none waits for others; what others waited is in their later phases."""
         return max(range(len(self.ranks)), key=lambda r: sum(self.ranks[r].get(phase, 0.0) for phase in _OWN_PACE))
 
     def seconds(self) -> dict[str, float]:
@@ -69,5 +70,5 @@ class StartUp:
         """All of it in one line, from the process's start until `now`, when the server is there."""
         seconds = {"imports": self.began - process_began, **self.seconds(), "server": now - self.ready}
         shown = ", ".join(f"{phase} {took:.1f}" for phase, took in seconds.items())
-        of = f" (of ranks the slowest, {self.slowest})" if len(self.ranks) > 1 else ""
+        of = f" (of ranks the slowest, {self.first_rank + self.slowest})" if len(self.ranks) > 1 else ""
         return f"start-up {now - process_began:.1f} s: {shown}{of}"

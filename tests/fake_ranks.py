@@ -65,8 +65,10 @@ class FakeGroup:
         for rank in self.ranks:
             self.send(rank, message)
 
-    def fileno(self) -> int:
-        return self._event
+    def filenos(self) -> list[int]:
+        return [self._event]
+
+    def watch_leaving(self, on_leaving: Any) -> None: ...
 
     def has_messages(self) -> bool:
         return bool(self._said) or self._loss is not None or (not self.paused and bool(self._running))
@@ -120,7 +122,7 @@ class FakeGroup:
         self._loss = RankLost(message)
         os.eventfd_write(self._event, 1)
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         self.closed = True
 
     close = kill

@@ -48,7 +48,7 @@ class Attached:
 
     def give_up(self, part: str, *, has_graphs: bool) -> None:
         """There is nothing to write: say so on standard error."""
-        how = "--enforce-eager, as replays of graphs have no lanes" if has_graphs else "more or longer prompts"
+        how = "--enforce-eager, as no kernels of graphs can be profiled" if has_graphs else "more or longer prompts"
         why = f"no step that could be recorded was run on every rank; give {how}"
         print(f"hocket: no {self._paths(part)[0]}: {why}", file=sys.stderr)
 
@@ -60,9 +60,10 @@ class Attached:
         exposed_us, comm_us, step_us = (
             max(one.per_step_us()[name] for one in recording.figures()) for name in ("exposed", "comm", "step")
         )
+        comm = f"exposed comm {exposed_us / 1e3:.2f} of {comm_us / 1e3:.2f} ms on the rank with most"
         print(
-            f"hocket: {len(recording.ranks[0])} steps of {step_us / 1e3:.2f} ms recorded, exposed comm "
-            f"{exposed_us / 1e3:.2f} of {comm_us / 1e3:.2f} ms on the rank with most: {html} (a page for any browser), "
+            f"hocket: {len(recording.ranks[0])} steps of {step_us / 1e3:.2f} ms recorded, "
+            f"{'; '.join([comm] * recording.has_comm + recording.notes)}: {html} (a page for any browser), "
             f"{events} ({PERFETTO})",
             file=sys.stderr,
         )
@@ -82,8 +83,8 @@ def recording(
         return
     llm.client.record_steps(attached.num_steps, skip=skip, phase=phase)
     yield
-    ranks = recorded(llm)
-    if ranks[0]:
-        attached.write(Recording(about(attached.options, llm.config, what), ranks), part)
+    found = recorded(llm, about(attached.options, llm.config, what))
+    if found.ranks[0]:
+        attached.write(found, part)
     else:
         attached.give_up(part, has_graphs=bool(llm.config.graphs.sizes))

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hocket.bench.report import check_output, emit, provenance, spread
+from hocket.bench.requests import check_fits
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.dist.launcher import RankGroup
@@ -53,6 +54,7 @@ def run(options: Options, work: Workload, *, repeats: int, output: str | None) -
     off = _off(options, work)
     on = replace(off, ubatch_size=options.ubatch_size, enable_dbo=options.enable_dbo or options.ubatch_size < 2)
     config = resolve(on)
+    check_fits(config, "prompt_len", work.prompt_len, WARM_UP_TOKENS)
     with _ranks(off) as group:
         compute_us, step_bytes = _calibrate(
             replace(off, emulate_link_gb_per_s=None, emulate_link_latency_us=0.0), work, group

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import random
 
+from hocket.config.engine import EngineConfig
+from hocket.errors import ConfigError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
+
+
+def check_fits(config: EngineConfig, field: str, prompt_len: int, output_len: int) -> None:
+    """Raise ConfigError, naming the option `field`, where prompts of so many tokens and their output are more than a
+    request may have: said before anything starts."""
+    longest = config.scheduler.max_model_len
+    if prompt_len + output_len > longest:
+        allowed = f"at most {max(longest - output_len, 0)} (max_model_len {longest})"
+        raise ConfigError(field, prompt_len, allowed, where=f"with {output_len} tokens of output")
 
 
 def generate_random(llm: LLM, *, requests_per_rank: int, prompt_len: int, max_tokens: int, seed: int) -> None:

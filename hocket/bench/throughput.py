@@ -12,6 +12,7 @@ from typing import Any
 
 from hocket.bench.attached import Attached, recording
 from hocket.bench.report import check_output, emit, link_of, provenance, spread, strategy_of
+from hocket.bench.requests import check_fits
 from hocket.config.options import Options
 from hocket.errors import ConfigError
 from hocket.llm import LLM
@@ -27,6 +28,13 @@ class Workload:
     input_len: int
     output_len: int
     prompts_file: str | None
+
+    def check(self, llm: LLM) -> None:
+        """Raise ConfigError or CapacityError for prompts that the model is too short for."""
+        if self.prompts_file is None:
+            check_fits(llm.config, "input_len", self.input_len, self.output_len)
+        else:
+            llm.check(prompt_lines(self.prompts_file))
 
     def prompts(self, vocab_size: int, seed: int) -> list[Any]:
         if self.prompts_file is None:
@@ -57,7 +65,7 @@ def run(
     attached: one more run, which is not measured, is recorded.
     """
     check_output(output)
-    with LLM.from_options(options, progress=True) as llm:
+    with LLM.from_options(options, progress=True, check=work.check) as llm:
         vocab_size = llm.config.model.vocab_size
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True)
         runs = [_one_run(llm, work.prompts(vocab_size, seed), params) for seed in range(repeats + 1)][1:]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hocket.bench.report import link_of, provenance, strategy_of
-from hocket.bench.requests import generate_random
+from hocket.bench.requests import check_fits, generate_random
+from hocket.config.backends import COPY_TRANSPORTS
 from hocket.config.engine import EngineConfig
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
@@ -14,8 +15,7 @@ from hocket.dist.launcher import RankGroup
 from hocket.errors import HocketError
 from hocket.llm import LLM
 from hocket.request import SamplingParams
-from hocket.trace.recording import Recording
-from hocket.trace.spans import Step
+from hocket.trace.recording import Recording, recording_of
 
 PROMPT_LEN = {"prefill": 512, "decode": 32}
 WARM_UP_STEPS = 2
@@ -44,6 +44,10 @@ class Workload:
     def steps(self) -> int:
         return self.skip + self.num_steps
 
+    def max_tokens(self, num_steps: int) -> int:
+        """Of a request, so that there are `num_steps` steps of the phase, and no more decodes than that needs."""
+        return 1 if self.phase == "prefill" else num_steps + 1
+
 
 def record(options: Options, work: Workload, *, group: RankGroup | None = None) -> Recording:
     """Run the workload once to warm up, then once recorded; on running ranks where `group` has some.
@@ -53,28 +57,33 @@ def record(options: Options, work: Workload, *, group: RankGroup | None = None) 
     """
     options = _engine_options(options, work)
     config = resolve(options)
-    with LLM.from_options(options, progress=True, group=group) as llm:
+    prompts = list(work.prompts)
+    if not prompts:
+        check_fits(config, "prompt_len", work.length, max(work.max_tokens(WARM_UP_STEPS), work.max_tokens(work.steps)))
+    with LLM.from_options(options, progress=True, group=group, check=lambda llm: llm.check(prompts)) as llm:
         _generate(llm, work, seed=0, num_steps=WARM_UP_STEPS)
         llm.client.record_steps(work.num_steps, skip=work.skip, phase=work.phase)
         _generate(llm, work, seed=1, num_steps=work.steps)
-        ranks = recorded(llm)
-    if not ranks[0]:
+        recording = recorded(llm, about(options, config, work.phase))
+    if not recording.ranks[0]:
         how = "give more or longer prompts, or a smaller --skip"
         raise HocketError(f"no {work.phase} step was run on every rank after the first {work.skip}: {how}")
-    return Recording(about(options, config, work.phase), ranks)
+    return recording
 
 
-def recorded(llm: LLM) -> list[list[Step]]:
-    """What every rank recorded, by rank, equally many steps of each."""
-    ranks = llm.client.recorded_steps()
-    count = min(len(steps) for steps in ranks)  # replicas without expert parallelism step by themselves
-    return [steps[:count] for steps in ranks]
+def recorded(llm: LLM, said: dict[str, Any]) -> Recording:
+    """What every rank has recorded; said: of it, as `about`."""
+    shares_experts = llm.config.parallel.enable_expert_parallel
+    return recording_of(said, llm.client.recorded_steps(), moves=shares_experts)
 
 
 def _engine_options(options: Options, work: Workload) -> Options:
-    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. What a CUDA
-    graph holds has no stages that could be told apart, so there is none."""
-    found = replace(options, enable_prefix_caching=False, enforce_eager=True)
+    """The user's, with steps as the workload wants them, and nothing found in the cache after the warm-up. Prefills
+    replay no graphs, so none are captured for them; and none where copies move tokens, which a profile of a graph does
+    not tell from others."""
+    by_copies = options.emulate_link_gb_per_s is not None or options.all2all_backend in COPY_TRANSPORTS
+    is_eager = options.enforce_eager or work.phase == "prefill" or by_copies
+    found = replace(options, enable_prefix_caching=False, enforce_eager=is_eager)
     if work.prompts:
         return found
     found = replace(found, skip_tokenizer_init=True)
@@ -85,14 +94,12 @@ def _engine_options(options: Options, work: Workload) -> Options:
 
 
 def _generate(llm: LLM, work: Workload, *, seed: int, num_steps: int) -> None:
-    """So that there are `num_steps` steps of the phase, and no more decodes than that needs."""
-    is_prefill = work.phase == "prefill"
-    max_tokens = 1 if is_prefill else num_steps + 1
+    max_tokens = work.max_tokens(num_steps)
     if work.prompts:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         llm.generate(list(work.prompts), params, use_tqdm=False)
         return
-    count = num_steps if is_prefill else work.requests_per_rank
+    count = num_steps if work.phase == "prefill" else work.requests_per_rank
     generate_random(llm, requests_per_rank=count, prompt_len=work.length, max_tokens=max_tokens, seed=seed)
 
 
@@ -104,7 +111,7 @@ def about(options: Options, config: EngineConfig, what: str) -> dict[str, Any]:
         over = f" over an EMULATED link of {link['gb_per_s']:g} GB/s + {link['latency_us']:g} µs"
     ranks = f"{parallel.data_parallel_size} rank{'s' * (parallel.data_parallel_size > 1)}"
     how = "overlap off" if strategy == "off" else f"{strategy} ({config.overlap.executor})"
-    how += "" if config.device == "cpu" else f" on {config.device}, no CUDA graphs"
+    how += "" if config.device == "cpu" else f" on {config.device}"
     found = provenance("trace")
     return {
         "title": f"{options.model} on {ranks}, {parallel.all2all_backend}{over}, {how}: {what}",
@@ -113,6 +120,7 @@ def about(options: Options, config: EngineConfig, what: str) -> dict[str, Any]:
         "num_ranks": parallel.data_parallel_size,
         "transport": parallel.all2all_backend,
         "strategy": strategy,
+        "by_copies": link["kind"] == "emulated" or parallel.all2all_backend in COPY_TRANSPORTS,
         "link": link,
         **{name: found[name] for name in ("command", "commit", "date", "hardware", "versions")},
     }

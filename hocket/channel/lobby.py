@@ -16,6 +16,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from hocket.channel.messages import Failed, NeedWake, Wake
 from hocket.envs import CLUSTER_SECRET
 from hocket.errors import RankLost
 
@@ -50,6 +51,27 @@ class RankEnded(FromHost):
     how: str
 
 
+class RanksReady(FromHost):
+    """It has a server of its own, whose ranks are ready."""
+
+
+class Drained(FromHost):
+    """Its server answers nobody any more."""
+
+
+class Left(FromHost):
+    """Its server ends though it was not all servers' end; the error and its class."""
+
+    kind: str
+    error: str
+
+
+class Leaving(msgspec.Struct, tag=True):
+    """In either direction: a server was told to end, so all of them finish what they do. who: for people."""
+
+    who: str
+
+
 class ToHost(msgspec.Struct, tag=True):
     """Base of what the server says."""
 
@@ -74,14 +96,19 @@ class Start(ToHost):
     store_port: int
 
 
+class AllReady(ToHost):
+    """So are the ranks of all hosts."""
+
+
 class End(ToHost):
-    """It is over; error: why, "" where the server ended as it should."""
+    """It is over; error: why, "" where the server ended as it should; kind: its class."""
 
     error: str
+    kind: str = RankLost.__name__
 
 
-HostMessage = Join | Alive | RankEnded
-ServerMessage = Waiting | Refused | Start | End
+HostMessage = Join | Alive | RankEnded | RanksReady | Drained | Left | Leaving | NeedWake | Failed
+ServerMessage = Waiting | Refused | Start | AllReady | End | Leaving | Wake
 _encode = msgspec.msgpack.Encoder().encode
 _from_host = msgspec.msgpack.Decoder(HostMessage)
 _from_server = msgspec.msgpack.Decoder(ServerMessage)
@@ -113,10 +140,18 @@ class Lobby:
             self.close()
             raise
 
-    def send(self, to: bytes, message: ToHost) -> None:
+    def send(self, to: bytes, message: ServerMessage) -> None:
         """To one host; to one that has gone nothing is sent."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart((to, _encode(message)), zmq.NOBLOCK)
+
+    def fileno(self) -> int:
+        """As FrontChannel.fileno."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would find something now."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, HostMessage]]:
         """What has arrived, and from whom; waits up to `timeout_s` for the first. What is no message is left out."""
@@ -160,8 +195,16 @@ class LobbyGuest:
         self.wrong_key, self._is_connected = False, False
         self._socket.connect(f"tcp://{address}:{port}")
 
-    def send(self, message: FromHost) -> None:
+    def send(self, message: HostMessage) -> None:
         self._socket.send(_encode(message))
+
+    def fileno(self) -> int:
+        """As FrontChannel.fileno."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    def has_messages(self) -> bool:
+        """Whether `receive` would find something now."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[ServerMessage]:
         """What has arrived; waits up to `timeout_s` for the first.
@@ -186,6 +229,7 @@ class LobbyGuest:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._is_connected, self.wrong_key = True, False
             elif self._is_connected:
+                self._is_connected = False
                 raise RankLost("the server's host went away")
             else:  # hung up on before a word was said
                 self.wrong_key = True

@@ -13,6 +13,7 @@ from hocket.cli.doctor import doctor
 from hocket.cli.explain import explain
 from hocket.cli.generate import generate
 from hocket.cli.main import INTERRUPTED
+from hocket.cli.many_values import with_many_values
 from hocket.cli.serve import serve
 from hocket.cli.trace import trace
 from hocket.cli.verify import verify
@@ -40,7 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
-app.command()(serve)
+app.command(cls=with_many_values("--served-model-name", "--model"))(serve)
 app.command()(explain)
 app.command()(doctor)
 app.command()(trace)

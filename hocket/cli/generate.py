@@ -104,13 +104,18 @@ def generate(
     from hocket.llm import LLM
 
     attached = Attached.asked(trace, trace_steps, options)
-    with LLM.from_options(options, progress=True) as llm:
+    conversations = [[{"role": "user", "content": one}] for one in prompts]
+
+    def check(llm: LLM) -> None:
+        llm.check(llm.rendered(conversations) if chat else prompts)
+
+    with LLM.from_options(options, progress=True, check=check) as llm:
         if not json_output and not logging.getLogger("hocket").isEnabledFor(logging.INFO):  # the log has it then
             print(f"hocket: {llm.summary()}", file=sys.stderr)
         started = time.perf_counter()
         with recording(llm, attached, "the first steps of generate"):
             if chat:
-                results = llm.chat([[{"role": "user", "content": p}] for p in prompts], sampling)
+                results = llm.chat(conversations, sampling)
             else:
                 results = llm.generate(prompts, sampling)
         seconds = time.perf_counter() - started

@@ -33,7 +33,7 @@ def serve(
     ] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="name in the API, if not the model's; may be given again", rich_help_panel=_SERVER),
+        typer.Option(help="names in the API, one or more, if not the model's", rich_help_panel=_SERVER),
     ] = None,
     api_key: Annotated[
         list[str] | None,
@@ -122,7 +122,8 @@ def serve(
         int | None, typer.Option(help="ranks on this host (default: all)", min=1, rich_help_panel=_HOSTS)
     ] = None,
     data_parallel_start_rank: Annotated[
-        int | None, typer.Option(help="the first of them; with --headless", min=0, rich_help_panel=_HOSTS)
+        int | None,
+        typer.Option(help="the first of them; with --headless or hybrid balancing", min=0, rich_help_panel=_HOSTS),
     ] = None,
     data_parallel_address: Annotated[
         str | None,
@@ -142,6 +143,29 @@ def serve(
             rich_help_panel=_HOSTS,
         ),
     ] = None,
+    data_parallel_rank: Annotated[
+        int | None,
+        typer.Option(
+            help="the one rank of this server, where every rank has a server of its own and something else balances",
+            min=0,
+            show_default=False,
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    data_parallel_external_lb: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel-external-lb", help="said by --data-parallel-rank already", rich_help_panel=_HOSTS
+        ),
+    ] = False,
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel-hybrid-lb",
+            help="every host has a server for its own ranks: with --data-parallel-size-local and -start-rank",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = False,
     headless: Annotated[
         bool,
         typer.Option("--headless", help="run ranks for a server on another host, no HTTP here", rich_help_panel=_HOSTS),
@@ -150,12 +174,16 @@ def serve(
     """Serve a model over HTTP, as OpenAI's API does: completions and chat, streamed or not.
 
     Further paths: /v1/models, /tokenize, /detokenize, /abort, /health, /ping, /load, /metrics, /version, /openapi.json.
-    On many hosts: one command on each (docs/many-nodes.md), or torchrun.
+    On many hosts: one command on each, or torchrun; or a server for each rank or host (docs/many-nodes.md).
     SIGTERM and Ctrl-C let running requests end. Exit code 0 then; 1: a rank was lost; 2: wrong options.
 
     Examples:
 
     hocket serve tiny --data-parallel-size 2 --enable-expert-parallel
+
+    The second of two servers with a rank each:
+
+    hocket serve tiny --data-parallel-size 2 --enable-expert-parallel --data-parallel-rank 1 --port 8001
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "In the beginning"}'
     """
@@ -200,5 +228,8 @@ def serve(
         address=data_parallel_address,
         port=data_parallel_rpc_port,
         headless=headless,
+        rank=data_parallel_rank,
+        external_lb=data_parallel_external_lb,
+        hybrid_lb=data_parallel_hybrid_lb,
     )
     run(options, settings, hosts)

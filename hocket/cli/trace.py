@@ -38,6 +38,9 @@ def trace(
     Prints one layer and the figures, and writes OUTPUT.html (a page that needs no network) and OUTPUT.json, which
     https://ui.perfetto.dev opens. With --compare only a page is written.
 
+    On GPUs times are those of kernels, by torch's profiler. Decodes are replays of CUDA graphs there, whose kernels
+    have no stages; with --enforce-eager they have.
+
     Examples:
 
     hocket trace --data-parallel-size 2 --enable-expert-parallel --enable-dbo --emulate-link-gb-per-s 0.06

@@ -46,12 +46,12 @@ HARMLESS: dict[str, tuple[Any, ...] | None] = {
 }
 """vLLM's options that change no answer here, with the values for which that holds (None: all); None always is one."""
 
-_ONE_FRONT = "one server has one port and balances over all ranks; the header X-Data-Parallel-Rank picks one"
+_SERVERS = "hocket serve has it on the command line: it says what one server of several does"
 _BOTH_ROLES = "every rank computes prompts and answers: there are no prefill and decode roles"
 REFUSED = {
-    "data_parallel_external_lb": _ONE_FRONT,
-    "data_parallel_hybrid_lb": _ONE_FRONT,
-    "data_parallel_rank": _ONE_FRONT,
+    "data_parallel_external_lb": _SERVERS,
+    "data_parallel_hybrid_lb": _SERVERS,
+    "data_parallel_rank": _SERVERS,
     "kv_transfer_config": _BOTH_ROLES,
     "disaggregation_mode": _BOTH_ROLES,
 }

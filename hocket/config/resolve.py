@@ -48,24 +48,27 @@ def model_folder(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def resolve(options: Options, gpus: int | None = None) -> EngineConfig:
-    """The configuration that `options` ask for. gpus: of the host that it is for; None: of this one.
+def resolve(options: Options, gpus: int | None = None, num_local: int | None = None) -> EngineConfig:
+    """The configuration that `options` ask for. gpus: of the host that it is for; None: of this one. num_local: ranks
+    of that host, where others have the rest.
 
     Raises:
         ConfigError: options contradict each other or the model; the message names field, value and what is allowed.
         CheckpointError: the model's folder or its config.json cannot be read.
         BackendUnavailable: a backend that cannot run on the device, or is not batch-invariant where that is asked for.
     """
-    return resolve_and_say(options, gpus)[0]
+    return resolve_and_say(options, gpus, num_local)[0]
 
 
-def resolve_and_say(options: Options, gpus: int | None = None) -> tuple[EngineConfig, Why]:
+def resolve_and_say(
+    options: Options, gpus: int | None = None, num_local: int | None = None
+) -> tuple[EngineConfig, Why]:
     """As `resolve`, and why: said where it is decided."""
     why = Why()
     folder = model_folder(options.model)
     model = ModelConfig.from_pretrained(folder)
     _refuse_unsupported(options)
-    device = _device(options, num_gpus() if gpus is None else gpus, why)
+    device = _device(options, num_gpus() if gpus is None else gpus, num_local, why)
     parallel = _parallel(options, model.moe.top_k, why)
     scheduler = _scheduler(options, model, why)
     attention, experts = _backends(options, model, parallel.all2all_backend, device, why)
@@ -119,7 +122,7 @@ def _async_scheduling(options: Options, device: str, why: Why) -> bool:
     return pays
 
 
-def _device(options: Options, found: int, why: Why) -> str:
+def _device(options: Options, found: int, num_local: int | None, why: Why) -> str:
     """The device, with enough of the `found` GPUs for the ranks of the host, and nothing asked of it that it cannot do
     yet."""
     device = options.device
@@ -130,9 +133,10 @@ def _device(options: Options, found: int, why: Why) -> str:
         return device
     if found == 0:
         raise ConfigError("device", "cuda", "cpu (there is no NVIDIA GPU here, or the installed torch has no CUDA)")
-    if options.data_parallel_size > found and not _several_hosts():
-        allowed = f"at most {found}, the GPUs of this host (or device cpu)"
-        raise ConfigError("data_parallel_size", options.data_parallel_size, allowed)
+    field = "data_parallel_size" if num_local is None else "data_parallel_size_local"
+    needed = options.data_parallel_size if num_local is None else num_local
+    if needed > found and not _several_hosts():
+        raise ConfigError(field, needed, f"at most {found}, the GPUs of this host (or device cpu)")
     if options.deterministic:
         where = "on cuda, where no backend is batch-invariant"
         raise ConfigError("deterministic", True, "false, or device cpu", where=where)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from hocket.channel.lobby import Alive, End, Join, LobbyGuest, RankEnded, Refused, ServerMessage, Start, Waiting
+from hocket.channel.lobby import Alive, LobbyGuest, RankEnded, Start
 from hocket.config.hosts import HostConfig
-from hocket.dist.hosts import group_environment, resolved
-from hocket.dist.processes import REMIND_S, end_all, how_ended, listed, spawn_rank
-from hocket.errors import ConfigError, HocketError, RankLost
+from hocket.dist.guest import ALIVE_S, Guest
+from hocket.dist.hosts import group_environment
+from hocket.dist.processes import end_all, how_ended, listed, spawn_rank
+from hocket.errors import HocketError, RankLost
 
-logger = logging.getLogger(__name__)
 _POLL_S = 0.2
-_ALIVE_S = 1.0
 _END_S = 10.0
 """For ranks that were told to end."""
 
@@ -56,53 +52,16 @@ class _Headless:
     def __init__(self, config: HostConfig, must_agree: dict[str, Any], startup_timeout_s: float) -> None:
         self._config = config
         self._startup_timeout_s = startup_timeout_s
-        name = f"{socket.gethostname()} (process {os.getpid()})"
-        first, count = config.start_rank, config.num_ranks
-        self._joining = Join(
-            host=name, start_rank=first, num_ranks=count, world_size=config.world_size, must_agree=must_agree
-        )
+        self._guest = Guest(config, must_agree, startup_timeout_s)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._lobby: LobbyGuest | None = None
 
     def join(self) -> Start:
         """Say that this host is there until all are."""
-        began = time.monotonic()
-        said_at, waits_for = began, "the server"
-        deadline = began + self._startup_timeout_s
-        lobby = self._lobby = LobbyGuest(self._address(deadline), self._config.port)
-        while True:
-            lobby.send(self._joining)
-            for message in lobby.receive(_ALIVE_S):
-                if isinstance(message, Start):
-                    return message
-                if isinstance(message, Waiting):
-                    waits_for = f"a host with rank {listed(message.missing)}" if message.missing else "the server"
-                    deadline = time.monotonic() + self._startup_timeout_s  # the server has a limit for the others
-                self._obey(message)
-            now = time.monotonic()
-            place = f"{self._config.address}:{self._config.port}"
-            why = " (what answers there has another HOCKET_CLUSTER_SECRET, or is no hocket)" if lobby.wrong_key else ""
-            if now > deadline:
-                limit = f"within {self._startup_timeout_s:g} s (--startup-timeout)"
-                raise HocketError(f"no server let this host in at {place} {limit}{why}")
-            if now > said_at + REMIND_S:
-                said_at = now
-                logger.warning("waiting for %s at %s: %.0f s%s", waits_for, place, now - began, why)
-
-    def _address(self, deadline: float) -> str:
-        """The server's, once its name has one."""
-        while True:
-            try:
-                return resolved(self._config.address)
-            except ConfigError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_ALIVE_S)
+        return self._guest.join()
 
     def run(self, start: Start) -> None:
         """Start the ranks; return when they have ended as the server told them."""
-        lobby = self._lobby
-        assert lobby is not None
+        lobby = self._guest.lobby
         for rank in self._config.ranks:
             more = group_environment(self._config, rank, start.store_host, start.store_port)
             world = self._config.world_size
@@ -110,23 +69,14 @@ class _Headless:
         say(f"rank {listed(self._config.ranks)} started for the server at {self._config.address}")
         spoke_at = 0.0
         while any(process.poll() is None for process in self._processes.values()):
-            if time.monotonic() > spoke_at + _ALIVE_S:
+            if time.monotonic() > spoke_at + ALIVE_S:
                 spoke_at = time.monotonic()
                 lobby.send(Alive())
             for message in lobby.receive(_POLL_S):
-                if self._obey(message):
+                if self._guest.obey(message):
                     self._wait_for_end()
                     return
             self._check_ranks(lobby)
-
-    def _obey(self, message: ServerMessage) -> bool:
-        """Whether the server has ended as it should; raises where it or this host cannot go on."""
-        if isinstance(message, Refused):
-            ranks = f"{listed(self._config.ranks)} of {self._config.world_size}"
-            raise ConfigError("data_parallel_start_rank", ranks, message.message, where="by the server")
-        if isinstance(message, End) and message.error:
-            raise RankLost(f"the server ended: {message.error}")
-        return isinstance(message, End)
 
     def _check_ranks(self, lobby: LobbyGuest) -> None:
         for rank, process in self._processes.items():
@@ -146,8 +96,7 @@ class _Headless:
     def close(self) -> None:
         """End what is left."""
         end_all(self._processes.values())
-        if self._lobby is not None:
-            self._lobby.close()
+        self._guest.close()
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import msgspec
 from hocket import __version__
 from hocket.config.devices import num_gpus
 from hocket.config.engine import EngineConfig
+from hocket.config.kernel_caches import kernel_caches
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.doctor import children
@@ -40,6 +41,7 @@ def examine(options: Options, *, links: bool, limit_s: float, on_progress: OnPro
         "python": platform.python_version(),
         "packages": installed,
         "driver": driver_version(),
+        "kernel_caches": {name: str(folder) for name, folder in kernel_caches().items()},
         "cpu": processors(),
         "config": None,
         **_NO_SURVEY,

@@ -84,6 +84,8 @@ def _software(report: dict[str, Any]) -> Iterator[Row]:
     yield "driver", report["driver"] or "no NVIDIA driver"
     others = (f"{name} {version or '(not installed)'}" for name, version in packages.items() if name != "torch")
     yield "packages", ", ".join(others)
+    if caches := report["kernel_caches"]:
+        yield "compiled", ", ".join(f"{name} keeps it in {folder}" for name, folder in caches.items())
 
 
 def _hardware(report: dict[str, Any]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ the wait on a rank, which that rank measures.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hocket.metrics.histogram import Histogram
@@ -70,10 +71,10 @@ class _Open:
 
 
 class RequestTimes:
-    """Follows requests from their arrival to their end. `ranks`: the sums, by rank."""
+    """Follows requests from their arrival to their end. `ranks`: whose requests; then the sums, by rank."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.ranks = [RankRequests() for _ in range(num_ranks)]
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = {rank: RankRequests() for rank in ranks}
         self._open: dict[str, _Open] = {}
 
     def added(self, rank: int, request: EngineRequest, arrived_at: float, num_known: int) -> None:

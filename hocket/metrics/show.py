@@ -35,11 +35,14 @@ class Metrics(RequestTimes):
         client.listener = metrics = Metrics(client.config, "tiny")
         text = await metrics.scrape(client.ask_counters)  # on the event loop that also calls client.poll or advance
 
-    names: the prefix of what vLLM has too, one of NAMES. Raises BackendUnavailable without prometheus-client.
+    names: the prefix of what vLLM has too, one of NAMES. ranks: those behind this server (None:
+    all). Raises BackendUnavailable without prometheus-client.
     """
 
-    def __init__(self, config: EngineConfig, model_name: str, names: str = NAMES[0]) -> None:
-        super().__init__(config.parallel.data_parallel_size)
+    def __init__(
+        self, config: EngineConfig, model_name: str, names: str = NAMES[0], ranks: Iterable[int] | None = None
+    ) -> None:
+        super().__init__(range(config.parallel.data_parallel_size) if ranks is None else ranks)
         self._text = _exposition()
         self.content_type: str = self._text.CONTENT_TYPE_LATEST
         self._names = check_names(names)
@@ -73,7 +76,7 @@ class Metrics(RequestTimes):
         are gone, what they said last. Scrapes at the same time share one question."""
         now = time.monotonic()
         if not self._missing or now > self._asked_at + timeout_s:
-            self._asked_at, self._missing = now, set(range(len(self.ranks)))
+            self._asked_at, self._missing = now, set(self.ranks)
             self._all_here = asyncio.Event()
             try:
                 ask()
@@ -99,7 +102,7 @@ class Metrics(RequestTimes):
             yield self._family(METRICS[name], found)
 
     def _samples(self) -> Iterator[tuple[str, Iterable[Sample]]]:
-        for rank, sums in enumerate(self.ranks):
+        for rank, sums in self.ranks.items():
             yield str(rank), request_samples(sums)
         for rank, stats in sorted(self._stats.items()):
             yield str(rank), rank_samples(stats, has_comm_times=self._has_comm_times)

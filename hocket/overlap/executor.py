@@ -81,19 +81,20 @@ class UBatchExecutor:
         """
         step = self._recorded(ubatches, phase)
         stamps = None
-        if step is not None and self._device.type == "cuda":
-            stamps = Stamps(self._device)
-            step.start_ns = stamps.now()
+        if step is not None and self.recorder is not None and self.is_on_gpu:
+            stamps = Stamps(self._device, self.recorder.profile)
+            stamps.begin(step)
         now = host_ns if stamps is None else stamps.now
         contexts, baton = self._contexts(len(ubatches), phase, step, now)
         works = [
             partial(self._run, context, inputs, kv_cache) for context, inputs in zip(contexts, ubatches, strict=True)
         ]
         outcomes = self._alternate(contexts, baton, works)
-        if step is not None:
+        if stamps is not None and step is not None:
+            stamps.end(step)
+            _resolve(stamps, step, outcomes)
+        elif step is not None:
             step.stop_ns = now()
-            if stamps is not None:
-                _resolve(stamps, step, outcomes)
         _raise_first(contexts, outcomes)
         return [outcome.value for outcome in outcomes]
 
@@ -215,6 +216,14 @@ class UBatchExecutor:
                 raise cannot_go_on(track.stage, error) from error
 
     @property
+    def is_on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return len(self._layers)
+
+    @property
     def holder(self) -> tuple[int, int | None]:
         """(ubatch whose turn it is, its thread where it has one of its own); −1 outside of `run`."""
         if self._alternating is None:
@@ -223,7 +232,9 @@ class UBatchExecutor:
         return baton.holder, baton.thread_of(baton.holder)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and what is recorded."""
+        if self.recorder is not None and self.recorder.profile is not None:
+            self.recorder.profile.stop()
         if self._alternating is not None:
             for part in self._alternating:
                 part.close()

@@ -69,7 +69,7 @@ def make_app(served: ServedModel, settings: Settings) -> FastAPI:
     app = FastAPI(title="Hocket", version=__version__, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False
     errors.install(app)
-    metrics = Metrics(served.llm.config, names[0], settings.metrics_names)
+    metrics = Metrics(served.llm.config, names[0], settings.metrics_names, served.llm.client.group.ranks)
     served.count_into(metrics)
     app.include_router(_generating(served, names, settings))
     app.include_router(_texts(served, names))

@@ -102,8 +102,9 @@ class AsyncClient:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._results: dict[str, Results] = {}
-        self._fd = client.group.fileno()
-        self._loop.add_reader(self._fd, self._pump)
+        self._fds = client.group.filenos()
+        for fd in self._fds:
+            self._loop.add_reader(fd, self._pump)
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     @property
@@ -178,9 +179,8 @@ class AsyncClient:
     def close(self) -> None:
         """Watch the channel no more. The ranks are left as they are. May be called again."""
         self._timer.cancel()
-        if self._fd >= 0:  # afterwards the number may be another one's
-            self._loop.remove_reader(self._fd)
-            self._fd = -1
+        while self._fds:  # afterwards the numbers may be others'
+            self._loop.remove_reader(self._fds.pop())
 
     def _tell_abort(self, request_ids: Iterable[str]) -> None:
         try:

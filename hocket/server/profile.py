@@ -16,7 +16,7 @@ from hocket.server.async_client import TICK_S, AsyncClient
 from hocket.server.errors import ApiError
 from hocket.server.served_model import ServedModel
 from hocket.trace import page, perfetto
-from hocket.trace.recording import Recording
+from hocket.trace.recording import recording_of
 from hocket.trace.spans import Step
 
 NUM_STEPS, MAX_STEPS = 16, 256
@@ -51,13 +51,10 @@ class Profiler:
         if client is None or client is not self._served.client:
             raise ApiError(409, "nothing is being recorded: POST /start_profile first", code="profile_off")
         ranks = await self._recorded(client)
-        count = min(len(steps) for steps in ranks)
-        if count == 0:
-            why = "no step that can be recorded was run on every rank meanwhile (replays of CUDA graphs cannot be: "
-            raise ApiError(409, why + "--enforce-eager)", code="profile_empty")
-        return await asyncio.get_running_loop().run_in_executor(
-            None, self._write, [steps[:count] for steps in ranks], next(self._numbers)
-        )
+        if min(len(steps) for steps in ranks) == 0:
+            why = "no step that can be recorded was run on every rank meanwhile (where kernels cannot be profiled, "
+            raise ApiError(409, why + "replays of CUDA graphs cannot: --enforce-eager)", code="profile_empty")
+        return await asyncio.get_running_loop().run_in_executor(None, self._write, ranks, next(self._numbers))
 
     async def _recorded(self, client: AsyncClient) -> list[list[Step]]:
         """By rank."""
@@ -66,7 +63,7 @@ class Profiler:
 
         def take(message: Spans) -> None:
             found[message.rank] = message.steps
-            if len(found) == client.client.group.world_size:
+            if len(found) == len(client.client.group.ranks):
                 is_whole.set()
 
         client.client.on_spans = take
@@ -88,9 +85,13 @@ class Profiler:
     def _write(self, ranks: list[list[Step]], number: int) -> dict[str, Any]:
         """On a thread."""
         assert self._folder is not None
-        recording = Recording(about(self._served.options, self._served.llm.config, "served"), ranks)
+        served, config = self._served, self._served.llm.config
+        said = about(served.options, config, "served")
+        if first := served.llm.client.group.ranks[0]:
+            said["first_rank"] = first
+        recording = recording_of(said, ranks, moves=config.parallel.enable_expert_parallel)
         name = f"profile-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{number}"
         html, events = (Path(self._folder, f"{name}.{ending}") for ending in ("html", "json"))
         page.write({"": recording}, html)
         perfetto.write(recording, events)
-        return {"status": "written", "num_steps": len(ranks[0]), "page": str(html), "events": str(events)}
+        return {"status": "written", "num_steps": len(recording.ranks[0]), "page": str(html), "events": str(events)}

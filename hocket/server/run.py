@@ -41,8 +41,8 @@ _BACKLOG = 2048
 def serve(options: Options, settings: Settings, hosts: HostConfig | None = None) -> None:
     """Load the model and serve it until SIGTERM or SIGINT, then finish what is being answered.
 
-    hosts: other hosts have some of the ranks, or this one is headless and only runs its ranks for the server. Under
-    torchrun rank 0 serves and the other ranks end in here.
+    hosts: other hosts have some of the ranks, for this server or each for one of its own; or this one is headless and
+    only runs its ranks for the server. Under torchrun rank 0 serves and the other ranks end in here.
 
     Raises:
         HocketError: options are wrong, the model cannot be loaded, or a rank was lost for good.
@@ -67,10 +67,10 @@ def serve(options: Options, settings: Settings, hosts: HostConfig | None = None)
 
 
 def _serve_headless(options: Options, hosts: HostConfig, *, restarts: bool) -> None:
-    startup_timeout_s = resolve(options).startup_timeout_s
+    startup_timeout_s = resolve(options, num_local=hosts.num_ranks).startup_timeout_s
     while True:
         try:
-            run_ranks(hosts, must_agree(options), startup_timeout_s)
+            run_ranks(hosts, must_agree(options, hosts), startup_timeout_s)
             return
         except RankLost as error:
             if not restarts:
@@ -80,8 +80,11 @@ def _serve_headless(options: Options, hosts: HostConfig, *, restarts: bool) -> N
 
 def _check_torchrun(hosts: HostConfig | None, *, restarts: bool) -> None:
     if hosts is not None:
-        allowed = "not to give it: torchrun says which ranks are where"
-        raise ConfigError("data_parallel_size_local", hosts.num_ranks, allowed, where="under torchrun")
+        field, value = "data_parallel_size_local", hosts.num_ranks
+        if hosts.own_server:
+            field, value = "data_parallel_rank", hosts.start_rank
+        allowed = "not to give it: torchrun says which ranks are where, and rank 0 serves for all"
+        raise ConfigError(field, value, allowed, where="under torchrun")
     if restarts:
         raise ConfigError("on_rank_loss", "restart", "exit, and torchrun's --max-restarts", where="under torchrun")
 
@@ -101,6 +104,7 @@ class _Run:
         self._listener = listener
         self._failure: HocketError | None = None
         self._num_signals = 0
+        self._is_draining = False
 
     async def serve(self, llm: LLM) -> None:
         self._loop = asyncio.get_running_loop()
@@ -109,13 +113,15 @@ class _Run:
             self._options,
             restart=self._settings.on_rank_loss == "restart",
             on_end=self._model_ended,
+            on_leaving=self._other_leaves,
             prefix_affinity=self._settings.prefix_affinity,
         )
         self._server = _Server(_config(make_app(self._served, self._settings), self._settings), self._started)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._drain, number)
+            self._loop.add_signal_handler(number, self._signalled, number)
         try:
             await self._server.serve([self._listener])
+            await self._served.wait_for_others(lambda: self._num_signals > 1)
         finally:
             self._served.close()
         if self._failure is not None:
@@ -131,17 +137,26 @@ class _Run:
         say(self._served.llm.startup.line(process_began(), time.perf_counter()))
         say(f"serving at {scheme}://{place}:{port} ({keys}); Ctrl-C ends")
 
-    def _drain(self, number: int) -> None:
-        """Take no new connections; let what is being answered end, for a while."""
+    def _other_leaves(self, who: str) -> None:
+        self._loop.call_soon(self._drain, f"{who} ends")  # the server may not be there yet
+
+    def _signalled(self, number: int) -> None:
         self._num_signals += 1
         if self._num_signals > 1:
             self._server.force_exit = True
             self._served.client.fail_all(HocketError("the server was stopped"))
             return
+        self._served.leave()
+        self._drain(signal.Signals(number).name)
+
+    def _drain(self, why: str) -> None:
+        """Take no new connections; let what is being answered end, for a while."""
+        if self._is_draining:
+            return
+        self._is_draining = True
         limit_s = self._settings.drain_timeout_s
         num_requests = self._served.client.num_requests
-        name = signal.Signals(number).name
-        say(f"{name}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
+        say(f"{why}: finishing {num_requests} requests, for up to {limit_s:g} s; once more: ends at once")
         self._served.drain()
         self._server.should_exit = True
         error = HocketError(f"the server is shutting down: the request did not end within {limit_s:g} s")

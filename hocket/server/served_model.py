@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from hocket.balance import Balance, PrefixMemory
 from hocket.config.options import Options
 from hocket.dist.headless import say
+from hocket.dist.processes import REMIND_S, listed
 from hocket.errors import CapacityError, ConfigError, HocketError, RankLost
 from hocket.llm import LLM
 from hocket.metrics.show import Metrics
@@ -25,13 +26,15 @@ logger = logging.getLogger(__name__)
 _INLINE_CHARS = 2000
 """Shorter texts are tokenised at once: in less time than handing them to a thread takes."""
 _NUM_THREADS = 2
+_LOOK_S = 0.05
+_WORTH_SAYING_S = 1.0
 
 
 class ServedModel:
     """An LLM that many callers share on the running loop.
 
     restart: when a rank is lost, start all anew; again only after a request was finished since. Otherwise, and when
-    that fails, `on_end` is called with the error.
+    that fails, `on_end` is called with the error. on_leaving: told who, where another host's server was told to end.
     prefix_affinity: ranks get requests whose prompts' beginnings they have.
     """
 
@@ -43,6 +46,7 @@ class ServedModel:
         restart: bool,
         on_end: Callable[[HocketError], None],
         progress: bool = True,
+        on_leaving: Callable[[str], None] | None = None,
         prefix_affinity: bool = True,
     ) -> None:
         self.llm = llm
@@ -52,6 +56,7 @@ class ServedModel:
         """Why no request can be taken now."""
         self._restarts = restart
         self._on_end = on_end
+        self._on_leaving = on_leaving
         self._is_closing = False
         self._progress = progress
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="hocket-tokenize")
@@ -67,13 +72,16 @@ class ServedModel:
         self.llm.client.balance = self._new_balance()
         self.llm.client.listener = self.metrics
         self.client = AsyncClient(self.llm.client, self._lost)
+        if self._on_leaving is not None:
+            self.llm.client.group.watch_leaving(self._on_leaving)
 
     def _new_balance(self) -> Balance:
         """By tokens, and by the prefixes that caches have where they keep any and there is a choice."""
         cache, num_blocks = self.llm.config.cache, [rank["num_blocks"] for rank in self.llm.ranks]
         is_by_prefix = self._prefix_affinity and cache.enable_prefix_caching and len(num_blocks) > 1
         prefixes = PrefixMemory.of_caches(num_blocks, cache.block_size) if is_by_prefix else None
-        return Balance(len(num_blocks), by_tokens=True, prefixes=prefixes)
+        first_rank = self.llm.client.group.ranks[0]
+        return Balance(len(num_blocks), by_tokens=True, prefixes=prefixes, first_rank=first_rank)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -201,6 +209,22 @@ class ServedModel:
         self.num_restarts += 1
         self._connect()
         say(f"serving again: {self.llm.summary()}")
+
+    def leave(self) -> None:
+        """Tell the servers of other hosts to end too: they need this one's ranks."""
+        self.llm.client.group.leave()
+
+    async def wait_for_others(self, is_over: Callable[[], bool]) -> None:
+        """Nobody is answered here any more: keep the ranks while other hosts' servers still need them. They know, and
+        have limits of their own. is_over: whether to wait no longer."""
+        group = self.llm.client.group
+        group.drained()
+        said_at = time.monotonic() - REMIND_S + _WORTH_SAYING_S
+        while (needed_by := group.needed_by) and self.client.lost is None and not is_over():
+            if time.monotonic() > said_at + REMIND_S:
+                said_at = time.monotonic()
+                say(f"waiting for the servers with rank {listed(needed_by)} to end; a signal ends all at once")
+            await asyncio.sleep(_LOOK_S)
 
     def drain(self) -> None:
         """Take no more requests, and start nothing anew."""

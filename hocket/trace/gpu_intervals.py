@@ -67,16 +67,22 @@ def gpu_figures(kernels: Iterable[Kernel]) -> GpuFigures:
 
 
 def lanes_of(kernels: Sequence[Kernel]) -> tuple[list[Interval], list[Interval]]:
-    """When communication ran and when compute did, each disjoint and in order.
+    """When communication ran and when compute did, each disjoint and in order."""
+    comm, compute = told_apart(kernels)
+    return union((k.start_ns, k.stop_ns) for k in comm), union((k.start_ns, k.stop_ns) for k in compute)
+
+
+def told_apart(kernels: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """Those of communication and those of compute, in their order.
 
     Kernels are told by their names, as an unsplit step has both on one stream. A copy is communication where its stream
     runs nothing else, one from the host (an emulated link, `moe/transport/link_copies.py`) where it runs no compute.
     """
     computing = {kernel.stream for kernel in kernels if not kernel.is_comm and not kernel.is_copy}
     moving = {one.stream for one in kernels if one.is_comm or one.name.startswith(FROM_HOST)} - computing
-    comm: list[Interval] = []
-    compute: list[Interval] = []
+    comm: list[Kernel] = []
+    compute: list[Kernel] = []
     for kernel in kernels:
         lane = comm if kernel.is_comm or (kernel.is_copy and kernel.stream in moving) else compute
-        lane.append((kernel.start_ns, kernel.stop_ns))
-    return union(comm), union(compute)
+        lane.append(kernel)
+    return comm, compute

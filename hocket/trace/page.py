@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hocket.trace.figures import StepFigures, exposed, step_figures
-from hocket.trace.picture import BOUND, LABELS, ROWS
+from hocket.trace.picture import BOUND, LABELS, rows_of
 from hocket.trace.recording import Recording, layers_of, middle_layer, typical_step, window_of
 from hocket.trace.spans import COMPUTE, Step
 
@@ -23,9 +23,10 @@ def write(recordings: Mapping[str, Recording], path: Path) -> None:
 
 def page(recordings: Mapping[str, Recording]) -> str:
     """The page's HTML."""
+    has_comm = any(recording.has_comm for recording in recordings.values())
     data = {
-        "bound": BOUND,
-        "rows": [[name, LABELS.get(name, name), meaning] for name, meaning in ROWS],
+        "bound": BOUND if has_comm else "",
+        "rows": [[name, LABELS.get(name, name), meaning] for name, meaning in rows_of(recordings.values())],
         "panels": [_panel(label, recording) for label, recording in recordings.items()],
     }
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace(
@@ -42,8 +43,10 @@ def _panel(label: str, recording: Recording) -> dict[str, Any]:
     return {
         "label": label,
         "title": recording.title,
+        "notes": recording.notes,
         "command": recording.about.get("command", ""),
         "numUbatches": recording.num_ubatches,
+        "firstRank": recording.first_rank,
         "typical": typical_step(recording),
         "mean": [_figures(one) for one in recording.figures()],
         "steps": [_step([steps[number] for steps in recording.ranks], base_ns) for number in numbers],
@@ -78,6 +81,7 @@ def _rank(step: Step, base_ns: int) -> dict[str, Any]:
                 span.name.removesuffix(" flight"),
                 span.start_ns - base_ns,
                 span.stop_ns - span.start_ns,
+                span.kernel,
             ]
             for span in sorted(step.spans, key=lambda span: (span.lane != COMPUTE, span.start_ns))
         ],

@@ -61,7 +61,7 @@ def events(recording: Recording) -> list[Event]:
     """Names of processes and threads, then slices and flows by time."""
     base_ns, names, timed = recording.base_ns, list[Event](), list[Event]()
     for rank, steps in enumerate(recording.ranks):
-        names += _names(rank, recording.num_ubatches)
+        names += _names(rank, f"rank {recording.first_rank + rank}", recording.num_ubatches)
         for number, step in enumerate(steps):
             timed += _slices(rank, number, step, base_ns)
             timed += _flows(rank, number, step, base_ns)
@@ -69,11 +69,11 @@ def events(recording: Recording) -> list[Event]:
     return names + timed
 
 
-def _names(rank: int, num_ubatches: int) -> list[Event]:
+def _names(rank: int, title: str, num_ubatches: int) -> list[Event]:
     threads = {_STEP_TID: "steps", _COMPUTE_TID: COMPUTE, _COMM_TID: COMM, _EXPOSED_TID: "exposed communication"}
     threads |= {_FLIGHT_TID + ubatch: f"ub{ubatch} under way" for ubatch in range(num_ubatches)}
     found = [
-        _metadata("process_name", rank, 0, name=f"rank {rank}"),
+        _metadata("process_name", rank, 0, name=title),
         _metadata("process_sort_index", rank, 0, sort_index=rank),
     ]
     for tid, name in threads.items():
@@ -106,6 +106,7 @@ def _slices(rank: int, number: int, step: Step, base_ns: int) -> list[Event]:
         if span.part == "flight":
             category, tid = "flight", _FLIGHT_TID + span.ubatch
         facts = {"ubatch": span.ubatch, "layer": span.layer, "stage": span.stage.value, "part": span.part}
+        facts |= {"kernel": span.kernel} if span.kernel else {}
         text = span.name.removesuffix(" flight")
         found.append(_slice(text, category, (rank, tid), at(span.start_ns, span.stop_ns), step=number, **facts))
     for one in step.hand_overs:
@@ -154,7 +155,8 @@ def _steps(found: list[Event]) -> list[list[Step]]:
             step.hand_overs.append(HandOver(args["source"], args["target"], *times))
         else:
             lane = COMPUTE if event["cat"] == COMPUTE else COMM
-            span = Span(lane, args["ubatch"], args["layer"], Stage(args["stage"]), args["part"], *times)
+            place = args["ubatch"], args["layer"], Stage(args["stage"]), args["part"]
+            span = Span(lane, *place, *times, args.get("kernel", ""))
             step.spans.append(span)
     return ranks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
 
 from rich.console import Console
@@ -22,6 +23,7 @@ _STYLES = ("black on bright_blue", "black on yellow", "black on green", "black o
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 BOUND = "bound = max(compute, communication) of a step: what it would take if the shorter lane were hidden wholly"
 LABELS = {"hand_over": "hand-over", "hidden_share": "hidden / comm"}
+OF_COMM = ("comm", "hidden", "hidden_share", "exposed", "bound")
 ROWS: tuple[tuple[str, str], ...] = (
     ("step", "model's forward pass"),
     ("compute", ""),
@@ -53,25 +55,34 @@ def show(recording: Recording, out: Console, label: str = "") -> None:
         f"sparse layer {layer} of step {number}, {(window[1] - window[0]) / 1e3:,.0f} µs wide; small figures: ubatches"
     )
     out.print(Text(what, style="dim"))
+    for note in recording.notes:
+        out.print(Text(note, style="bold dim"))
     for rank, step in enumerate(steps[:MAX_RANKS]):
         _print_lanes(out, rank, step, window)
     if len(steps) > MAX_RANKS:
         out.print(Text(f"and {len(steps) - MAX_RANKS} more ranks", style="dim"))
     out.print()
-    out.print(_table(recording.figures(), out.width))
-    out.print(Text(BOUND, style="dim"))
+    out.print(_table(recording.figures(), rows_of([recording]), out.width))
+    if recording.has_comm:
+        out.print(Text(BOUND, style="dim"))
+
+
+def rows_of(recordings: Iterable[Recording]) -> list[tuple[str, str]]:
+    """ROWS, without those about communication where there is none."""
+    has_comm = any(recording.has_comm for recording in recordings)
+    return [row for row in ROWS if has_comm or row[0] not in OF_COMM]
 
 
 def _print_lanes(out: Console, rank: int, step: Step, window: Interval) -> None:
     width = max(out.width - _LABEL_WIDTH - 2, MIN_LANE)
     compute = [span for span in step.spans if span.lane == COMPUTE]
     flights = sorted((span for span in step.spans if span.part == "flight"), key=lambda span: span.start_ns)
-    lines = {"compute": _lane(cells(compute, window, width)), "comm": _lane(cells(flights, window, width))}
-    marks = (
-        [Span(COMPUTE, 0, 0, flights[0].stage, "", *interval) for interval in exposed(step.spans)] if flights else []
-    )
-    found = cells(marks, window, width)
-    lines["exposed"] = Text("".join(" " if cell is None else "▲" for cell in found), style="red")
+    lines = {"compute": _lane(cells(compute, window, width))}
+    if flights:
+        lines["comm"] = _lane(cells(flights, window, width))
+        marks = [Span(COMPUTE, 0, 0, flights[0].stage, "", *interval) for interval in exposed(step.spans)]
+        found = cells(marks, window, width)
+        lines["exposed"] = Text("".join(" " if cell is None else "▲" for cell in found), style="red")
     for number, (name, line) in enumerate(lines.items()):
         head = f"rank {rank:<3}" if number == 0 else ""
         out.print(Text(f"{head:<8} {name:<7} │").append(line), no_wrap=True, overflow="crop")
@@ -93,8 +104,9 @@ def cells(spans: list[Span], window: Interval, width: int) -> list[Span | None]:
 
 def _lane(found: list[Span | None]) -> Text:
     text = Text()
-    for span, run in groupby(found):
-        length = len(list(run))
+    for _, run in groupby(found, key=lambda span: span and (span.ubatch, span.layer, span.stage)):
+        span, *more = run  # a stage may have been cut, or be of many kernels
+        length = 1 + len(more)
         if span is None:
             text.append(" " * length)
             continue
@@ -110,19 +122,19 @@ def _label(span: Span, length: int) -> str:
     return name.center(length, _FILLS[span.ubatch % len(_FILLS)])
 
 
-def _table(figures: list[StepFigures], width: int) -> Table:
+def _table(figures: list[StepFigures], rows: list[tuple[str, str]], width: int) -> Table:
     """ms of a step, mean of those recorded, by rank; what the names mean where there is room beside them."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     num_steps = figures[0].num_steps
     table.add_column(f"ms, mean of {num_steps} step{'s' * (num_steps > 1)}", no_wrap=True)
     shown = figures[:MAX_RANKS]
     for rank, one in enumerate(shown):
-        longest = max(len(_value(name, one)) for name, _ in ROWS)
+        longest = max(len(_value(name, one)) for name, _ in rows)
         table.add_column(f"rank {rank}", justify="right", no_wrap=True, min_width=longest)
     with_meaning = width >= _NAME_WIDTH + len(shown) * _VALUE_WIDTH + MIN_MEANING
     if with_meaning:
         table.add_column("", style="dim", no_wrap=True, overflow="ellipsis")
-    for name, meaning in ROWS:
+    for name, meaning in rows:
         style = "red" if name == "exposed" else None
         table.add_row(
             LABELS.get(name, name),
@@ -130,8 +142,9 @@ def _table(figures: list[StepFigures], width: int) -> Table:
             *[_meaning(name, meaning, shown[0])] * with_meaning,
             style=style,
         )
-    ratios = (f"{one.over_bound:.2f}" for one in shown)
-    table.add_row("step / bound", *ratios, *["1.00 is perfect"] * with_meaning, style="bold")
+    if "bound" in dict(rows):
+        ratios = (f"{one.over_bound:.2f}" for one in shown)
+        table.add_row("step / bound", *ratios, *["1.00 is perfect"] * with_meaning, style="bold")
     return table
 
 

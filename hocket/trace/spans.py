@@ -5,11 +5,14 @@ Layers name the stage they begin; where the step is not recorded that costs one 
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
 
 
 class Stage(StrEnum):
@@ -22,6 +25,7 @@ class Stage(StrEnum):
     COMBINE = "C"
     SHARED = "S"
     HAND_OVER = "|"
+    KERNEL = "K"  # one whose stage nobody knows: of a replayed CUDA graph
 
     @property
     def label(self) -> str:
@@ -42,6 +46,7 @@ _SHORT = {
     Stage.COMBINE: "combine",
     Stage.SHARED: "shared",
     Stage.HAND_OVER: "hand-over",
+    Stage.KERNEL: "kernel",
 }
 _LABELS = {
     Stage.QKV: "qkv projection",
@@ -51,8 +56,12 @@ _LABELS = {
     Stage.COMBINE: "combine",
     Stage.SHARED: "shared experts",
     Stage.HAND_OVER: "hand-over",
+    Stage.KERNEL: "kernel",
 }
 COMPUTE, COMM = "compute", "comm"
+HOST, EVENTS, KERNELS = "host", "events", "kernels"
+"""Where a step's times are from: the host's clock, a GPU's events between launches, or a profile of its kernels."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(slots=True)
@@ -60,7 +69,7 @@ class Span:
     """One stage of a ubatch on a lane, in the order of launching. layer: sparse layers before it.
 
     part, on the comm lane: "send" or "recv", or "flight": from the start of the send until the data was here.
-    Times are those of time.perf_counter_ns, 0 while unknown.
+    Times are those of time.perf_counter_ns, 0 while unknown. kernel: the beginning of its name, where it is one.
     """
 
     lane: str
@@ -70,10 +79,13 @@ class Span:
     part: str = ""
     start_ns: int = 0
     stop_ns: int = 0
+    kernel: str = ""
 
     @property
     def name(self) -> str:
         """Such as "ub0 attn", "ub1 dispatch send"; "ub1 dispatch pack" is the compute before it."""
+        if self.stage is Stage.KERNEL:
+            return self.kernel
         part = "pack" if self.lane == COMPUTE and self.stage in (Stage.DISPATCH, Stage.COMBINE) else self.part
         return f"ub{self.ubatch} {self.stage.short} {part}".rstrip()
 
@@ -90,7 +102,11 @@ class HandOver:
 
 @dataclass(slots=True)
 class Step:
-    """A recorded step of a rank: the model's forward pass, as ubatches (1: unsplit). phase: "prefill" or "decode"."""
+    """A recorded step of a rank: the model's forward pass, as ubatches (1: unsplit). phase: "prefill" or "decode".
+
+    number: of the step, equal on ranks that share experts. exchange_ns: when the rank entered the step exchange before
+    it, and when it left it. clock: names the one that all times are of, a host's. source: HOST, EVENTS or KERNELS.
+    """
 
     phase: str
     num_ubatches: int
@@ -99,6 +115,39 @@ class Step:
     stop_ns: int = 0
     spans: list[Span] = field(default_factory=list)
     hand_overs: list[HandOver] = field(default_factory=list)
+    clock: str = ""
+    number: int = 0
+    exchange_ns: tuple[int, int] = (0, 0)
+    source: str = HOST
+
+
+class Profile(Protocol):
+    """Of a GPU's kernels while steps are recorded (`worker/kernel_profile.py`)."""
+
+    is_running: bool
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def passed(self, *, is_over: bool) -> None:
+        """Another step begins; is_over: none will be recorded any more."""
+
+    def mark(self, step: Step | None) -> None:
+        """Launch the mark before a step, or the one behind it (None)."""
+
+
+def host_ns() -> int:
+    """Now, by the host's clock."""
+    return time.perf_counter_ns()
+
+
+def clock_of_host() -> str:
+    """What tells this host's clock from others': on Linux it runs since the host was started, which has a name."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
 
 
 @dataclass(slots=True)
@@ -109,6 +158,10 @@ class Recorder:
     skip: int = 0
     limit: int | None = None
     steps: list[Step] = field(default_factory=list)
+    clock: str = field(default_factory=clock_of_host)
+    number: int = 0  # of the next step, as the following
+    exchange_ns: tuple[int, int] = (0, 0)
+    profile: Profile | None = None
 
     @property
     def spans(self) -> list[Span]:
@@ -126,18 +179,20 @@ class Recorder:
 
     def begin(self, phase: str, num_ubatches: int, num_tokens: int) -> Step | None:
         """A step begins; None where it is not to be recorded."""
-        if self.phase not in ("", phase) or len(self.steps) == self.limit:
+        is_full = len(self.steps) == self.limit
+        if self.profile is not None:
+            self.profile.passed(is_over=is_full)
+        if self.phase not in ("", phase) or is_full:
             return None
         if self.skip > 0:
             self.skip -= 1
+            if self.skip == 0 and self.profile is not None:  # one early: starting it takes some ranks longer
+                self.profile.start()
             return None
-        self.steps.append(Step(phase, num_ubatches, num_tokens, start_ns=time.perf_counter_ns()))
-        return self.steps[-1]
-
-
-def host_ns() -> int:
-    """Now, by the host's clock."""
-    return time.perf_counter_ns()
+        begun = Step(phase, num_ubatches, num_tokens, start_ns=time.perf_counter_ns())
+        begun.clock, begun.number, begun.exchange_ns = self.clock, self.number, self.exchange_ns
+        self.steps.append(begun)
+        return begun
 
 
 class Track:

@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hocket.bench.report import check_output, provenance
+from hocket.bench.requests import check_fits
 from hocket.config.options import Options
 from hocket.config.resolve import resolve
 from hocket.dist.launcher import RankGroup, under_torchrun
 from hocket.errors import BackendUnavailable, ConfigError, HocketError
-from hocket.llm import LLM
+from hocket.llm import LLM, front_of
 from hocket.outputs import RequestOutput
 from hocket.request import SamplingParams
 from hocket.verify.compare import Answer, Comparison, Rules, compare
@@ -90,6 +91,12 @@ def verify(
     config = resolve(chosen[0].options)
     prompts = work.prompts(config.parallel.data_parallel_size, config.model.vocab_size, options.seed)
     check_prompts(prompts, options)
+    if work.prompts_file is None:
+        check_fits(config, "prompt_len", work.prompt_len, work.output_len)
+    else:
+        _, processor = front_of(chosen[0].options, config)
+        for prompt in prompts:
+            processor.check(prompt)
     rules = Rules.of(config.dtype, exact=config.deterministic, logprob=tolerance, tie=tie_tolerance)
     rows: list[dict[str, Any]] = []
     with Ranks(config.parallel.data_parallel_size, options.startup_timeout) as ranks:

@@ -107,7 +107,7 @@ def said_of(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
+        if out_of_memory(error) is not None:
             more = f"lower --gpu-memory-utilization or --max-cudagraph-capture-size, or {advice}"
             raise CapacityError(f"{what} takes more memory than the KV cache leaves: {more}") from error
         if isinstance(error, HocketError):
@@ -115,13 +115,11 @@ def said_of(what: str, advice: str) -> Iterator[None]:
         raise HocketError(f"{what} failed: {type(error).__name__}: {_first_line(str(error))}; {advice}") from error
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether that is what it comes from."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
+def out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """What it comes from, if it is that."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
-    return False
+    return error
 
 
 def _first_line(text: str) -> str:

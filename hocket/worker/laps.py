@@ -29,11 +29,13 @@ class Laps:
         self._at = now
         return now
 
-    def end_exchange(self, table: Table) -> None:
-        """The exchange ends, having brought `table`: what it took is one part, waiting for later ranks another."""
+    def end_exchange(self, table: Table) -> float:
+        """The exchange ends, having brought `table`: what it took is one part, waiting for later ranks another.
+        Returns when, as `end`."""
         table_us = now_us()
-        self.end("exchange")
+        now = self.end("exchange")
         self.us["exchange"], self.us["wait"] = split_exchange(table, table_us, self.us["exchange"])
+        return now
 
 
 def split_exchange(table: Table, table_us: int, total_us: float) -> tuple[float, float]:

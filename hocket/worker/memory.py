@@ -11,6 +11,8 @@ from hocket.config.engine import EngineConfig
 from hocket.errors import CapacityError
 
 _FALLBACK_BYTES = 4 << 30
+_MORE = "--max-num-batched-tokens, or raise --gpu-memory-utilization"
+"""What else leaves the cache more than it found: the largest step takes its buffers first, those of transfers too."""
 
 
 def available_bytes(device: torch.device) -> int:
@@ -85,6 +87,6 @@ def num_cache_blocks(config: EngineConfig, block_bytes: int, free_bytes: int, nu
         raise CapacityError(
             f"the KV cache has room for {blocks} blocks ({budget:,} bytes), but one request of max_model_len "
             f"{config.scheduler.max_model_len} needs {per_request} ({per_request * block_bytes:,} bytes): "
-            "lower --max-model-len or raise --kv-cache-memory-bytes"
+            f"lower --max-model-len or {'raise --kv-cache-memory-bytes' if config.cache.memory_bytes else _MORE}"
         )
     return blocks

@@ -6,7 +6,9 @@ All ranks of an expert group must run them together: they go through every layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -17,14 +19,16 @@ from torch import Tensor
 from hocket.cache.storage import allocate_kv_caches
 from hocket.config.engine import EngineConfig
 from hocket.config.graphs import GraphConfig, fitting_size
+from hocket.errors import CapacityError
 from hocket.models.base import CausalLM
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch, equal_bounds
 from hocket.overlap.views import join, split_inputs
 from hocket.scheduler.batch import Batch
-from hocket.worker.capture import TimeLimit, device_us
+from hocket.worker.capture import TimeLimit, device_us, out_of_memory
 from hocket.worker.inputs import build_inputs
 from hocket.worker.made_batch import blocks_taken, decode_lens, made_batch, prompt_lens
+from hocket.worker.memory import available_bytes
 from hocket.worker.split_worth import Compared, context_of, in_turn
 
 
@@ -53,6 +57,9 @@ def profiled(
 
     They are timed whole and as ubatches too, but for forced ones, and not over an emulated link, which may be so slow
     that the start would take long.
+
+    Raises:
+        CapacityError: the memory does not suffice for one; what it took and asked for, what was free, what to lower.
     """
     size, dtype = config.cache.block_size, getattr(torch, config.dtype)
     largest = batch_of(config, "prefill", config.scheduler.max_num_batched_tokens)
@@ -72,8 +79,9 @@ def profiled(
     def peak_bytes(run: Callable[[Batch], list[Tensor]], batch: Batch) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        model.compute_logits(join(run(batch))[: config.scheduler.max_num_seqs]).softmax(dim=-1)
-        torch.cuda.synchronize(device)
+        with room_for(batch.num_tokens, available_bytes(device), before):
+            model.compute_logits(join(run(batch))[: config.scheduler.max_num_seqs]).softmax(dim=-1)
+            torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
     def compared(batch: Batch) -> Compared:
@@ -95,6 +103,28 @@ def profiled(
                 with time_limit(f"timing {step} and whole"):
                     found.setdefault(phase, []).insert(0, compared(batch))
     return Profile(needed, found)
+
+
+@contextmanager
+def room_for(num_tokens: int, free_bytes: int, allocated_bytes: int) -> Iterator[None]:
+    """Where the GPU's memory does not suffice for the step that runs inside, say so in one line. free_bytes,
+    allocated_bytes: before it.
+
+    Raises:
+        CapacityError: needed, with what its transfers fill, and free bytes, and what to lower.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (found := out_of_memory(error)) is None:
+            raise
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(found))
+        taken = torch.cuda.max_memory_allocated() - allocated_bytes
+        needed = f"needs {taken:,} bytes" + (f" and {asked[1]} more" if asked else " and more")
+        raise CapacityError(
+            f"a step of {num_tokens} tokens, with the buffers of its transfers, {needed}, "
+            f"and {free_bytes:,} bytes were free before it: lower --max-num-batched-tokens"
+        ) from error
 
 
 def split_steps(config: EngineConfig, graphs: GraphConfig) -> list[tuple[str, int]]:

@@ -1,12 +1,11 @@
-"""One rank's model: weights, KV cache, and executing a batch. Knows nothing of scheduling or of the front."""
+"""One rank's model at work: KV cache, graphs, and executing a batch. Knows nothing of scheduling or of the front."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,21 +16,12 @@ from torch import Tensor
 from hocket.cache.storage import allocate_kv_caches, bytes_per_block
 from hocket.channel.messages import States
 from hocket.config.engine import EngineConfig
-from hocket.config.graphs import GraphConfig
-from hocket.dist.collectives import gather_texts
 from hocket.dist.mesh import Mesh
 from hocket.dist.watchdog import last_resort
 from hocket.errors import HocketError
 from hocket.host import sent
-from hocket.models.backends import backends_for, check_batch_invariance
-from hocket.models.base import CausalLM, UBatchInputs
-from hocket.models.loader import LoadReport, dummy_weights, load_weights
-from hocket.models.registry import build_model
-from hocket.moe.factory import MoEFactory, experts_classes
+from hocket.models.base import UBatchInputs
 from hocket.moe.layer import MoELayer
-from hocket.moe.placement import ExpertPlacement
-from hocket.moe.transport.base import StepSizes
-from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.overlap.executor import UBatchExecutor
 from hocket.overlap.slices import cut_batch
 from hocket.overlap.sm_limits import budget_of
@@ -39,7 +29,9 @@ from hocket.overlap.views import join, split_inputs
 from hocket.overlap.vote import StepPlan
 from hocket.scheduler.batch import Batch
 from hocket.startup import GRAPHS, KV_CACHE, WEIGHTS, Phases
+from hocket.ubatch.stamps import record_replay
 from hocket.worker import split_worth
+from hocket.worker.build import OnProgress, build, graph_config
 from hocket.worker.capture import TimeLimit
 from hocket.worker.expert_load import ExpertLoad
 from hocket.worker.graphs import DecodeGraphs, Parts
@@ -51,12 +43,9 @@ from hocket.worker.prompt_logprobs import PromptLogprobs
 from hocket.worker.sampler import Sampler, needs_history
 from hocket.worker.state_record import StateRecord
 
-logger = logging.getLogger(__name__)
-OnProgress = Callable[[str, int, int], None]
-
 
 class Runner:
-    """Builds the model and runs batches through it."""
+    """Has the model made (`build.py`) and runs batches through it."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         self.config = config
@@ -64,34 +53,12 @@ class Runner:
         self._phases = Phases()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // len(mesh.node_ranks)))
-        dtype = getattr(torch, config.dtype)
-        placement = ExpertPlacement(
-            config.model.moe.num_experts, mesh.ep_size, config.parallel.expert_placement_strategy
-        )
-        factory = MoEFactory(mesh, placement, config.parallel.all2all_backend, config.moe_backend)
-        self._transport = factory.transport
-        self._transport.open(StepSizes.of(config, len(mesh.node_ranks)))
-        link = config.parallel.emulated_link
-        if link is not None:
-            factory.transport = LinkEmulator(
-                factory.transport, link.latency_us, link.gb_per_s, mesh.device, link.token_bytes
-            )
-        backends = backends_for(
-            config.attention_backend,
-            config.deterministic,
-            config.model,
-            dtype,
-            mesh.device,
-            on_compile=lambda done, total: on_progress("compile", done, total),
-        )
-        self.model: CausalLM = build_model(config.model, factory, mesh.device, dtype, backends)
-        self.experts_backends = ", ".join(backend.name for backend in experts_classes(self.model))
-        self.load_report = self._load(placement, on_progress)
+        built = build(config, mesh, on_progress)
         self._phases.end(WEIGHTS)
-        if all(experts.takes_fp8_rows for experts in experts_classes(self.model)):
-            self._transport.send_fp8()
-        if config.deterministic:
-            check_batch_invariance(self.model, backends.kernels)
+        self.model = built.model
+        self.experts_backends = ", ".join(backend.name for backend in built.experts)
+        self.load_report = built.load_report
+        self._transport = built.transport
         self.expert_load = ExpertLoad([module for module in self.model.modules() if isinstance(module, MoELayer)])
         self.sampler = Sampler()
         self.waits_for_device = False  # read by the watchdog's thread
@@ -99,7 +66,7 @@ class Runner:
         self._states: StateRecord | None = None
         self._last_ids: Tensor | None = None
         self.graphs = DecodeGraphs()
-        self.graph_config = self._graph_config(factory)
+        self.graph_config = graph_config(config, mesh, built)
         overlap = config.overlap
         self.executor = UBatchExecutor(
             self.model,
@@ -108,10 +75,10 @@ class Runner:
             config.step_timeout_s,
             mesh.device,
             mesh.record,
-            budget_of(self.model, factory.transport, config, mesh.device),
+            budget_of(self.model, built.sender, config, mesh.device),
         )
         try:
-            self._allocate(dtype, on_progress, time_limit)
+            self._allocate(on_progress, time_limit)
             self._phases.end(KV_CACHE)
             self._capture(on_progress, time_limit)
             self._phases.end(GRAPHS)
@@ -119,9 +86,10 @@ class Runner:
             self.executor.close()
             raise
 
-    def _allocate(self, dtype: torch.dtype, on_progress: OnProgress, time_limit: TimeLimit) -> None:
+    def _allocate(self, on_progress: OnProgress, time_limit: TimeLimit) -> None:
         """The KV cache, and the ids that the last step sampled, where the next one may need them."""
         config, device, block_size = self.config, self.mesh.device, self.config.cache.block_size
+        dtype = getattr(torch, config.dtype)
         block_bytes = bytes_per_block(config.model, dtype, block_size)
         free_bytes = self._free_bytes(on_progress, time_limit)
         self.num_blocks = num_cache_blocks(config, block_bytes, free_bytes, self._ranks_per_device())
@@ -150,36 +118,6 @@ class Runner:
             compared = split_worth.compare(self.graphs, parts, sizes, time_limit, partial(on_progress, "compare"))
             if self.mesh.rank == 0:
                 split_worth.say(compared, parts.num_ubatches, split_worth.context_of(parts.max_model_len))
-
-    def _graph_config(self, factory: MoEFactory) -> GraphConfig:
-        """What to capture: what the configuration says, nothing where a backend of any rank cannot be captured, since
-        all of them capture together."""
-        config = self.config.graphs
-        if not config.sizes:
-            return config
-        reason = self._uncapturable(factory)
-        reasons = gather_texts(reason) if self.mesh.ep_size > 1 else [reason]
-        for rank, why in enumerate(reasons):
-            if why and rank == self.mesh.ep_rank:
-                logger.warning("no CUDA graphs: %s cannot be captured", why)
-            elif why and not reason:
-                logger.warning("no CUDA graphs: on rank %d %s cannot be captured", rank, why)
-        return replace(config, sizes=(), split_sizes=()) if any(reasons) else config
-
-    def _uncapturable(self, factory: MoEFactory) -> str:
-        """Which backends of this rank cannot be captured; "": all can."""
-        parts = {
-            f"attention backend {self.model.backends.attention.name}": self.model.backends.attention.captures,
-            f"transport {factory.transport.name}": factory.transport.captures,
-        } | {f"experts backend {experts.name}": experts.captures for experts in experts_classes(self.model)}
-        return " and ".join(name for name, captures in parts.items() if not captures)
-
-    def _load(self, placement: ExpertPlacement, on_progress: OnProgress) -> LoadReport:
-        if self.config.load_format == "dummy":
-            return dummy_weights(self.model, self.config.seed)
-        return load_weights(
-            self.model, self.config.model_path, on_progress=lambda done, total: on_progress("load", done, total)
-        )
 
     def _free_bytes(self, on_progress: OnProgress, time_limit: TimeLimit) -> int:
         """What the KV cache may take a share of: on a GPU what the largest step leaves."""
@@ -240,7 +178,12 @@ class Runner:
         """Logits fp32 [N, V] and greedy ids [N] of the batch's rows, until the next replay."""
         graph = self.graphs[plan.graph_tokens, plan.num_ubatches]
         sources = None if before is None else before.sources
-        graph.replay(HostInputs.of(batch, self.config.cache.block_size, sources))
+        inputs = HostInputs.of(batch, self.config.cache.block_size, sources)
+        if (recorder := self.executor.recorder) is None:
+            graph.replay(inputs)
+        else:
+            with record_replay(recorder, self.mesh.device, plan.num_ubatches, batch.num_tokens):
+                graph.replay(inputs)
         return graph.logits[: batch.num_tokens], graph.ids[: batch.num_tokens]
 
     def _forward(

@@ -18,6 +18,7 @@ from hocket.bench.trace import Workload, record
 from hocket.config.options import Options
 from hocket.errors import HocketError
 from hocket.trace import perfetto
+from hocket.trace.clocks import bounds
 from hocket.trace.recording import Recording
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,5 +114,8 @@ def test_decodes(groups: Groups, checkpoints: Callable[..., Path]) -> None:
     for step in (step for steps in recording.ranks for step in steps):
         assert (step.phase, step.num_tokens, step.num_ubatches) == ("decode", 4, 2)
         assert step.hand_overs
+    lower, upper = bounds(*([steps] for steps in recording.ranks))
+    assert -1e9 < lower <= 0 <= upper < 1e9, "of one clock, whatever the ranks waited for each other"
+    assert recording.notes == []
     with pytest.raises(HocketError, match="no prefill step was run on every rank after the first 9"):
         record(options("tiny"), Workload(phase="prefill", num_steps=1, skip=9, prompts=("In",)), group=groups.get(2))

@@ -5,6 +5,7 @@ Nothing is sent anywhere: between one rank and itself the collectives are copies
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +34,8 @@ from hocket.overlap.executor import EXECUTORS, UBatchExecutor
 from hocket.overlap.schedule import HAND_OVER_FIRST, LAUNCH_FIRST
 from hocket.trace import spans
 from hocket.trace.figures import step_figures
-from hocket.trace.spans import COMPUTE, Recorder, Stage
+from hocket.trace.spans import COMPUTE, KERNELS, Recorder, Span, Stage
+from hocket.worker.kernel_profile import KernelProfile
 
 GPU = torch.device("cuda", 0)
 NUM_LAYERS = 4
@@ -239,3 +241,38 @@ def test_a_recorded_step_tells_what_ran_beside_what(large: Stack, kind: str) -> 
             assert figures.hidden_share <= 0.2, "the shared experts beside a combine"
         else:
             assert figures.hidden_share >= 0.7
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_kernels_lie_in_the_spans_of_events(large: Stack, n: int) -> None:
+    """A profile's kernels, put on the events' clock by marks: each in the stage that it is named for, to 20 µs, and the
+    lanes as full as by events, where compute leaves few gaps."""
+    x = torch.zeros(16384, 4096, device=GPU, dtype=torch.bfloat16)
+    large.use(LinkEmulator(transport_of("local"), LINK_US, 1e9, GPU))
+    executor = UBatchExecutor(large, "greenlet", n, 30.0, GPU)  # type: ignore[arg-type]
+    run(executor, parts_of(x, n))
+    recorder = executor.recorder = Recorder(limit=2)
+    profile = recorder.profile = KernelProfile.started(2, is_early=True)
+    assert profile is not None
+    for _ in range(2):
+        run(executor, parts_of(x, n))
+    (_, step) = recorder.finished
+    events, by_events = copy.deepcopy(step.spans), step_figures([step])
+    profile.fill(NUM_LAYERS)
+    executor.close()
+    assert step.source == KERNELS
+    by_kernels = step_figures([step])
+    print(f"\n{n}: by events {by_events.per_step_us()}\n   by kernels {by_kernels.per_step_us()}")
+    away_us = []
+    for piece in (span for span in step.spans if span.lane == COMPUTE):
+        own = [s for s in events if (s.lane, s.ubatch, s.layer, s.stage) == (COMPUTE, *_place(piece))]
+        away_us.append(min(max(s.start_ns - piece.start_ns, piece.stop_ns - s.stop_ns) for s in own) / 1e3)
+    print(f"   {len(away_us)} kernels, at most {max(away_us):.1f} µs outside of their spans")
+    assert max(away_us) < 20.0
+    assert 0.85 * by_events.compute_ns <= by_kernels.compute_ns <= 1.02 * by_events.compute_ns
+    assert by_kernels.comm_ns == pytest.approx(by_events.comm_ns, rel=0.1)
+    assert by_kernels.hidden_share == pytest.approx(by_events.hidden_share, abs=0.1)
+
+
+def _place(span: Span) -> tuple[int, int, Stage]:
+    return span.ubatch, span.layer, span.stage

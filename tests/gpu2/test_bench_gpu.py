@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from trace_checks import check_events, figures_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = str(ROOT / "benchmarks" / "shapes" / "deepseek-v2-lite")
@@ -106,10 +107,40 @@ def test_lanes_of_decodes_are_captured() -> None:
     assert row["compute_us"] + row["comm_us"] <= 2 * row["step_us"]
 
 
-def test_a_trace_has_times_of_both_lanes(tmp_path: Path) -> None:
-    shape = ("--enable-dbo", "--dbo-prefill-token-threshold", "64", "--prompt-len", "1024", "--num-steps", "2")
-    out = hocket("trace", *COMMON, *shape, "--emulate-link-gb-per-s", "10", "--output", str(tmp_path / "trace"))
-    assert "no CUDA graphs" in out
-    for figures in json.loads((tmp_path / "trace.json").read_text())["otherData"]["figures_us"]:
-        assert 0 < figures["hidden"] < figures["comm"] < figures["step"]
-        assert 0 < figures["compute"] < figures["step"]
+def traced(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What a trace's file holds. Its events hold together, and its figures are those of its kernels."""
+    out = hocket("trace", *COMMON, *arguments, "--num-steps", "2", "--output", str(tmp_path / "trace"))
+    content: dict[str, Any] = json.loads((tmp_path / "trace.json").read_text())
+    assert "times are those of kernels, by torch's profiler" in out, out
+    check_events(content)
+    for rank, figures in enumerate(content["otherData"]["figures_us"]):
+        for name, value in figures_of(content, rank).items():
+            assert figures[name] == pytest.approx(value, rel=0.02, abs=0.1), (rank, name)
+        assert 0 < figures["comm"] < figures["step"], figures
+        assert 0 < figures["compute"] < figures["step"], figures
+    slices = [event for event in content["traceEvents"] if event.get("cat") in ("compute", "comm")]
+    assert all(event["args"]["kernel"] for event in slices)
+    return content
+
+
+def test_a_trace_is_of_kernels_by_stage(tmp_path: Path) -> None:
+    link = ("--emulate-link-gb-per-s", "10")
+    content = traced(tmp_path, "--enable-dbo", "--dbo-prefill-token-threshold", "64", "--prompt-len", "1024", *link)
+    for figures in content["otherData"]["figures_us"]:
+        assert 0 < figures["hidden"] < figures["comm"], figures
+    names = {event["name"] for event in content["traceEvents"]}
+    for ubatch in (0, 1):
+        for stage in ("attn", "experts", "dispatch send", "combine send"):
+            assert f"ub{ubatch} {stage}" in names, sorted(names)
+    kernels = {e["args"]["kernel"] for e in content["traceEvents"] if e.get("cat") == "comm"}
+    assert any(kernel.startswith("Memcpy HtoD") for kernel in kernels), f"the emulated link's: {kernels}"
+
+
+def test_a_trace_of_replayed_graphs(tmp_path: Path) -> None:
+    """Their kernels on two lanes, layer by layer."""
+    sizes = ("--phase", "decode", "--requests-per-rank", "32", "--cudagraph-capture-sizes", "32")
+    content = traced(tmp_path, "--all2all-backend", "allgather_reducescatter", *sizes)
+    assert any("replays of CUDA graphs" in note for note in content["otherData"]["notes"]), content["otherData"]
+    assert {event["args"]["stage"] for event in content["traceEvents"] if event.get("cat") == "compute"} == {"K"}
+    layers = {event["args"]["layer"] for event in content["traceEvents"] if event.get("cat") == "comm"}
+    assert len(layers) > 1, "as many transfers in each"

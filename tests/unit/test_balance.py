@@ -174,3 +174,16 @@ def test_an_answer_without_a_limit_counts_as_others_did() -> None:
 def test_without_tokens_requests_count() -> None:
     ranks = Balance(2)
     assert [ranks.place(request(prompt(1, n))).rank for n in (500, 5, 5, 5)] == [0, 1, 1, 0]
+
+
+def test_ranks_behind_one_server_of_several_keep_their_numbers() -> None:
+    ranks = Balance(2, by_tokens=True, prefixes=PrefixMemory(2, 16, 100), first_rank=4)
+    first, second, third = (request(prompt(number, 200)) for number in (1, 2, 3))
+    assert [ranks.place(one).rank for one in (first, second)] == [4, 5]
+    assert ranks.place(third, rank=5).rank == 5
+    assert [load.num_requests for load in ranks.loads] == [1, 2]
+    assert ranks.loads[1].num_tokens == 2 * ranks.loads[0].num_tokens
+    for one in (first, second, third):
+        gain(ranks, one, 8, "stop")
+    assert [(load.num_requests, load.num_tokens) for load in ranks.loads] == [(0, 0), (0, 0)]
+    assert ranks.place(request(prompt(2, 200))).rank == 5  # which has its beginning

@@ -111,10 +111,20 @@ def test_vllms_options_without_effect_are_named_in_one_warning(folder: str, capl
 def test_r108_roles_and_balancing_that_are_not_there_are_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="no prefill and decode roles"):
         Options.from_dict({"kv_transfer_config": {"kv_role": "kv_producer"}})
-    with pytest.raises(ConfigError, match="X-Data-Parallel-Rank"):
+    with pytest.raises(ConfigError, match="on the command line"):
         Options.from_dict({"data-parallel-external-lb": True})
     nothing = {"data_parallel_external_lb": False, "kv_transfer_config": None}
     assert Options.from_dict(nothing) == Options()
+
+
+def test_a_host_needs_gpus_for_its_own_ranks_only(folder: str) -> None:
+    asked = {"model": folder, "device": "cuda", "data_parallel_size": 16, "enable_expert_parallel": True}
+    options = Options.from_dict(asked)
+    assert resolve(options, gpus=8, num_local=8).parallel.data_parallel_size == 16
+    with pytest.raises(ConfigError, match=r"data_parallel_size_local: 8 .* at most 4"):
+        resolve(options, gpus=4, num_local=8)
+    with pytest.raises(ConfigError, match=r"data_parallel_size: 16 .* at most 8"):
+        resolve(options, gpus=8)
 
 
 def test_the_kv_cache_has_the_models_dtype(folder: str) -> None:

@@ -83,6 +83,21 @@ def test_the_dashboard_can_be_drawn() -> None:
         assert not problems("sum(rate(" + re.findall(r"(hocket:\w+)", variables[name]["definition"])[0] + "[1m]))")
 
 
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_is_as_grafana_reads_it(panel: dict[str, Any]) -> None:
+    """Its data come from the source that is chosen above, and curves have a unit and a legend."""
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    assert [panel["datasource"], *(target.get("datasource", source) for target in panel["targets"])] == [source] * (
+        1 + len(panel["targets"])
+    )
+    names = [target["refId"] for target in panel["targets"]]
+    assert names == sorted({*names})
+    if panel["type"] == "timeseries":
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("short", "s", "percentunit", "ops", "reqps", "Bps")
+        assert panel["options"]["legend"]["displayMode"] == "list"
+        assert all(target["legendFormat"] for target in panel["targets"])
+
+
 def test_prometheus_waits_longer_than_a_scrape() -> None:
     found = yaml.safe_load((ROOT / "deploy/prometheus.yml").read_text(encoding="utf-8"))
     (job,) = found["scrape_configs"]

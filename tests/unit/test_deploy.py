@@ -14,7 +14,7 @@ import typer.main
 import yaml
 
 from hocket.cli.app import app
-from hocket.config.hosts import HostConfig
+from hocket.config.hosts import DEFAULT_ADDRESS, HostConfig
 from hocket.config.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,16 +43,25 @@ def host_of(values: dict[str, Any]) -> HostConfig:
         address=values["data_parallel_address"],
         port=values["data_parallel_rpc_port"],
         headless=values["headless"],
+        rank=values["data_parallel_rank"],
+        external_lb=values["data_parallel_external_lb"],
+        hybrid_lb=values["data_parallel_hybrid_lb"],
     )
     assert found is not None
     return found
 
 
 def check_group(commands: list[str]) -> list[HostConfig]:
-    """These commands are one server: all ranks once, one place to meet, the same engine everywhere."""
+    """These commands are one group: all ranks once, one place to meet, the same engine everywhere, and one server or
+    one each, with ports of their own where they are on one machine."""
     values = [taken(command) for command in commands]
     hosts = [host_of(one) for one in values]
-    assert [host.headless for host in hosts] == [False] + [True] * (len(hosts) - 1)
+    if hosts[0].own_server:
+        assert all(host.own_server for host in hosts)
+        ports = [one["port"] for one in values]
+        assert len(set(ports)) == len(ports) or hosts[0].address != DEFAULT_ADDRESS
+    else:
+        assert [host.headless for host in hosts] == [False] + [True] * (len(hosts) - 1)
     assert sorted(rank for host in hosts for rank in host.ranks) == list(range(hosts[0].world_size))
     assert len({(host.address, host.port, host.world_size) for host in hosts}) == 1
     engines = [{name: one[name] for name in ("model_name", *Options.__dataclass_fields__)} for one in values]
@@ -115,5 +124,5 @@ def test_r117_commands_of_the_guide_fit_each_other(block: str) -> None:
 
 def test_the_guide_explains_every_flag_for_many_hosts() -> None:
     flags = {option.opts[0] for option in SERVE.params if getattr(option, "rich_help_panel", None) == "Many hosts"}
-    assert len(flags) == 5
+    assert len(flags) == 8
     assert all(f"`{flag}`" in GUIDE for flag in flags)

@@ -10,17 +10,21 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hocket.channel.lobby import Alive, Join, LobbyGuest, RankEnded, Refused, Start, Waiting
 from hocket.config.hosts import HostConfig
-from hocket.dist import headless, processes
+from hocket.dist import guest as guest_module
+from hocket.dist import headless, names, processes
 from hocket.dist import hosts as hosts_module
+from hocket.dist.guest import Guest
 from hocket.dist.headless import run_ranks
-from hocket.dist.hosts import Hosts, Roster
+from hocket.dist.hosts import Hosts
 from hocket.dist.interfaces import interface_to
+from hocket.dist.roster import Roster
 from hocket.errors import ConfigError, HocketError, RankLost
 
 LIMIT_S = 20.0
@@ -258,6 +262,111 @@ def test_an_address_of_another_host_or_a_taken_port_is_refused(hosts: Hosts) -> 
         Hosts(HostConfig(world_size=4, num_ranks=1, address="192.0.2.1", port=free_port()), AGREED)
 
 
+# -- names that come up late ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def name_server(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What "late.example" resolves to, look-up by look-up; "": nothing. The last stays."""
+    answers: list[str] = []
+    look_up = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *rest: Any) -> Any:
+        if host != "late.example":
+            return look_up(host, *rest)
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if not answer:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(answer, *rest)
+
+    monkeypatch.setattr(names.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(hosts_module, "REMIND_S", 0.0)
+    monkeypatch.setattr(guest_module, "REMIND_S", 0.0)
+    monkeypatch.setattr(guest_module, "ALIVE_S", 0.05)
+    return answers
+
+
+def test_a_server_waits_until_its_name_is_one_of_its_host(
+    name_server: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    name_server += ["", "192.0.2.1", "127.0.0.1"]  # of the host that had the name before, in between
+    told: list[str] = []
+    config = HostConfig(world_size=4, num_ranks=1, address="late.example", port=free_port())
+    found = Hosts(config, AGREED, LIMIT_S, told.append)
+    found.close("")
+    assert found.address == "127.0.0.1"
+    assert told == ["waiting for late.example to be a name of this host"] * 2
+    assert "Name or service not known" in caplog.text
+    assert "Cannot assign requested address" in caplog.text
+
+
+def test_a_server_does_not_wait_longer_nor_for_what_stays_wrong(name_server: list[str], hosts: Hosts) -> None:
+    name_server += [""]
+    with pytest.raises(ConfigError, match=r"data_parallel_address: 'late\.example' .*Name or service not known"):
+        Hosts(HostConfig(world_size=4, num_ranks=1, address="late.example", port=free_port()), AGREED, 0.3)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="data_parallel_address"):
+        Hosts(HostConfig(world_size=4, num_ranks=1, address="192.0.2.1", port=free_port()), AGREED, 60.0)
+    name_server[:] = ["127.0.0.1"]
+    with pytest.raises(ConfigError, match="data_parallel_rpc_port"):
+        Hosts(replace(hosts.config, address="late.example"), AGREED, 60.0)
+    assert time.monotonic() < began + 30
+
+
+def test_a_host_waits_for_the_servers_name_and_for_the_server(
+    name_server: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name comes late, then is that of another host, then the server's, which is not there yet."""
+    name_server += ["", "", "127.0.0.2", "127.0.0.1"]
+    told: list[str] = []
+    config = HostConfig(
+        world_size=4, num_ranks=3, start_rank=1, address="late.example", port=free_port(), headless=True
+    )
+    guest = Guest(config, AGREED, LIMIT_S)
+    joined: list[Any] = []
+    thread = threading.Thread(target=lambda: joined.append(guest.join(told.append)))
+    thread.start()
+    deadline = time.monotonic() + LIMIT_S
+    while len(name_server) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server = Hosts(HostConfig(world_size=4, num_ranks=1, port=config.port), AGREED)
+    server.gather(LIMIT_S)
+    server.start("tcp://front")
+    thread.join(LIMIT_S)
+    server.close("")
+    guest.close()
+    assert [type(message) for message in joined] == [Start]
+    assert "waiting for the server" in told
+    assert f"waiting for the server at late.example:{config.port}" in caplog.text
+    assert "Name or service not known" in caplog.text
+
+
+def test_a_host_waits_for_the_next_server_where_the_first_gave_up_without_a_word(hosts: Hosts) -> None:
+    guest = Guest(
+        HostConfig(world_size=4, num_ranks=2, start_rank=1, port=hosts.config.port, headless=True), AGREED, LIMIT_S
+    )
+    told: list[str] = []
+    thread = threading.Thread(target=guest.join, args=(told.append,))
+    thread.start()
+    server = hosts
+    deadline = time.monotonic() + LIMIT_S
+    while "waiting for a host with rank 3" not in told:
+        assert time.monotonic() < deadline
+        server._handle(server._lobby.receive(0.05), [])
+    hosts._roster.guests.clear()  # as if its process had been killed: nobody is told that it ends
+    hosts.close("")
+    server = Hosts(hosts.config, AGREED)
+    with contextlib.closing(guest_of(server)) as last:
+        last.send(joining(3, 1))
+        server.gather(LIMIT_S)
+        server.start("tcp://front")
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    server.close("")
+    guest.close()
+
+
 def test_the_interface_to_this_host() -> None:
     assert interface_to("127.0.0.1") == interface_to("127.0.0.2") == "lo"
     assert interface_to("no.such.host.invalid") is None
@@ -282,6 +391,17 @@ def test_flags_of_one_host_and_of_many() -> None:
     assert (other.ranks, other.port) == (range(2, 4), 5)
 
 
+def test_flags_of_a_server_on_every_host() -> None:
+    for given in ({"rank": 3}, {"rank": 3, "external_lb": True, "size_local": 1, "start_rank": 3}):
+        one = flags(**given)
+        assert one is not None
+        assert (one.ranks, one.own_server, one.is_first, one.address) == (range(3, 4), True, False, "127.0.0.1")
+    first = flags(hybrid_lb=True, start_rank=0, size_local=2, address="10.0.0.1")
+    assert first is not None
+    assert (first.ranks, first.own_server, first.is_first) == (range(2), True, True)
+    assert flags(hybrid_lb=True, start_rank=0, size_local=4) is None  # one server for all ranks is as ever
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -294,6 +414,16 @@ def test_flags_of_one_host_and_of_many() -> None:
         ({"size_local": 5}, "data_parallel_size_local"),
         ({"address": "a"}, "data_parallel_size_local"),
         ({"world_size": 1, "size_local": 2}, "data_parallel_size_local"),
+        ({"external_lb": True}, "data_parallel_rank: None"),
+        ({"rank": 4}, "data_parallel_rank: 4 .* 0 to 3"),
+        ({"rank": 0, "world_size": 1}, "data_parallel_size: 1"),
+        ({"rank": 1, "size_local": 2}, "data_parallel_size_local: 2 .*hybrid"),
+        ({"rank": 1, "start_rank": 2}, "data_parallel_start_rank: 2"),
+        ({"rank": 1, "hybrid_lb": True}, "data_parallel_hybrid_lb"),
+        ({"rank": 1, "headless": True, "address": "a"}, "headless"),
+        ({"hybrid_lb": True, "size_local": 2}, "data_parallel_start_rank: None"),
+        ({"hybrid_lb": True, "start_rank": 2}, "data_parallel_size_local: None"),
+        ({"hybrid_lb": True, "start_rank": 3, "size_local": 2}, "data_parallel_start_rank: 3 .* 0 to 2"),
     ],
 )
 def test_flags_that_contradict_each_other(given: dict[str, Any], field: str) -> None:

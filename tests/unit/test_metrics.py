@@ -63,7 +63,7 @@ def test_a_value_on_a_bound_is_below_it() -> None:
 
 def test_a_requests_times() -> None:
     """Arrives at 10, waits 0.5 s on its rank, tokens at 12, 12.25 and 13; the other one is aborted."""
-    times = RequestTimes(2)
+    times = RequestTimes(range(2))
     times.added(1, request("a", 7), 10.0, 0)
     times.added(1, request("b", 5), 10.0, 0)
     times.gained(TokenOutput("a", [], queue_s=0.0), 11.0)  # no token: nothing was gained
@@ -76,7 +76,7 @@ def test_a_requests_times() -> None:
     for late in ("a", "b", "unknown"):
         times.gained(TokenOutput(late, [6]), 15.0)
         times.ended(late, "stop", 15.0)
-    idle, sums = times.ranks
+    idle, sums = times.ranks.values()
     assert (idle.ends, idle.prompt_tokens, sum(idle.first_token_s.counts)) == ({}, 0, 0)
     assert sums.ends == {"length": 1, "abort": 1}
     assert (sums.prompt_tokens, sums.generation_tokens) == (12, 4)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from hocket.channel.messages import Configure, FrontMessage, GetSpans, RecordSteps, Shutdown, Spans, TimeReplays
 from hocket.observe import Observer
 from hocket.rank import RankProcess
+from hocket.trace.spans import COMPUTE, Span, Stage
 
 
 def test_every_message_has_one_taker() -> None:
@@ -24,7 +25,7 @@ def observer(**runner: Any) -> Observer:
 
 
 def test_spans_are_given_once() -> None:
-    executor = SimpleNamespace(recorder=None)
+    executor = SimpleNamespace(recorder=None, is_on_gpu=False)
     one = observer(executor=executor)
     assert one.answer(RecordSteps(num_steps=2, skip=1, phase="decode")) is None
     step = executor.recorder
@@ -32,6 +33,7 @@ def test_spans_are_given_once() -> None:
     assert step.begin("decode", 1, 4) is None
     made = step.begin("decode", 1, 4)
     made.stop_ns = made.start_ns + 1
+    made.spans.append(Span(COMPUTE, 0, 0, Stage.QKV, "", 1, 2))
     assert one.answer(GetSpans()) == Spans(rank=3, steps=[made])
     assert one.answer(GetSpans()) == Spans(rank=3, steps=[])
 

@@ -47,9 +47,9 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         (("--tool-call-parser", "qwen"), ("tool_call_parser", "hermes")),
         (("--enable-auto-tool-choice",), ("enable_auto_tool_choice", "--tool-call-parser")),
         (("--profile-dir", "/no/such/folder"), ("profile_dir", "/no/such/folder")),
-        (("--data-parallel-external-lb",), ("--data-parallel-external-lb", "X-Data-Parallel-Rank")),
-        (("--data-parallel-hybrid-lb",), ("--data-parallel-hybrid-lb", "X-Data-Parallel-Rank")),
-        (("--data-parallel-rank", "1"), ("--data-parallel-rank", "X-Data-Parallel-Rank")),
+        (("--data-parallel-external-lb", "--data-parallel-size", "2"), ("data_parallel_rank", "0 to 1")),
+        (("--data-parallel-hybrid-lb",), ("data_parallel_size_local", "--data-parallel-hybrid-lb")),
+        (("--data-parallel-rank", "1"), ("data_parallel_size", "2 or more")),
         (("--kv-transfer-config", "{}"), ("--kv-transfer-config", "no prefill and decode roles")),
         (("--ssl-certfile", "cert.pem"), ("ssl_certfile", "--ssl-keyfile")),
         (("--host", "no.such.host.invalid"), ("host", "no.such.host.invalid")),
@@ -111,3 +111,36 @@ def test_prefix_affinity_can_be_switched_off(
     monkeypatch.setattr("sys.argv", ["hocket", "serve", *flags])
     assert main() == 0
     assert given == [expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "names"),
+    [
+        (("m", "--served-model-name", "a", "b", "--port", "0"), "m", ("a", "b")),
+        (("--port", "0", "--enable-dbo", "m", "--served-model-name", "a", "b", "c"), "m", ("a", "b", "c")),
+        (("--served-model-name", "a", "b", "--model", "m"), "m", ("a", "b")),
+        (("m", "--served-model-name", "a", "--served-model-name", "b", "c"), "m", ("a", "b", "c")),
+        (("--port=0", "--served-model-name", "a", "m"), "m", ("a",)),  # the last one is MODEL, which is nowhere else
+        (("--served-model-name", "a"), "tiny", ("a",)),
+        (("m", "--served-model-name=a"), "m", ("a",)),
+    ],
+)
+def test_a_model_may_have_several_names(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], model: str, names: tuple[str, ...]
+) -> None:
+    from hocket.server import run
+
+    given = []
+    monkeypatch.setattr(
+        run, "serve", lambda options, settings, hosts: given.append((options.model, settings.served_model_names))
+    )
+    monkeypatch.setattr("sys.argv", ["hocket", "serve", *arguments])
+    assert main() == 0
+    assert given == [(model, names)]
+
+
+def test_names_without_an_option_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "(b)" in refusal(monkeypatch, capsys, "m", "b", "--served-model-name", "a")
+    assert "served_model_name: ''" in refusal(monkeypatch, capsys, "m", "--served-model-name", "--port", "0")

@@ -529,6 +529,8 @@ def test_keys_names_and_origins() -> None:
             status, answer = served.post(COMPLETIONS, PROMPT | {"model": "also"}, authorization=f"Bearer {key}")
             assert (status, answer["model"]) == (200, "also")
         refused(served.post(COMPLETIONS, PROMPT | {"model": "tiny"}, authorization="Bearer one"), 404, "model")
+        _, models = served.ask("GET", "/v1/models", authorization="Bearer one")
+        assert [card["id"] for card in models["data"]] == ["mine", "also"]
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             connection = served.connect()
             connection.request("GET", "/health", headers={"origin": origin})

@@ -49,3 +49,8 @@ def test_the_parts_are_the_whole_and_one_rank_is_not_named() -> None:
     total, *parts = (float(number) for number in re.findall(r"\d+\.\d", line))
     assert total == pytest.approx(sum(parts), abs=0.05 * len(parts))
     assert "slowest" not in line
+
+
+def test_the_slowest_rank_is_named_by_its_number_among_all() -> None:
+    startup = StartUp(began=0.0, ready=40.0, front_s=0.0, ranks=[QUICK, SLOW], first_rank=6)
+    assert startup.line(process_began=0.0, now=40.0).endswith("(of ranks the slowest, 7)")

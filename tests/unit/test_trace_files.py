@@ -168,3 +168,13 @@ def test_which_step_and_layer_are_shown() -> None:
     assert typical_step(recording) == 2
     assert middle_layer(steps[1]) == 2
     assert window_of([steps[0]], 1) == (100 * US + 7, 190 * US + 7)
+
+
+def test_ranks_of_one_server_among_several_have_their_own_numbers(recording: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    perfetto.write(Recording(recording.about | {"first_rank": 2}, recording.ranks), path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 2", "rank 3"]
+    assert perfetto.read(path).first_rank == 2
+    assert '"firstRank":2' in page.page({"": perfetto.read(path)})
+    assert '"firstRank":0' in page.page({"": recording})

@@ -40,6 +40,8 @@ class _Opened:
         self.limit(max_sms)
         row_bytes = sizes.hidden_size * sizes.dtype.itemsize
         hints = [config.get_nvl_buffer_size_hint(row_bytes, num_ranks) for config in (self.dispatch, self.combine)]
+        what = f"deepep_high_throughput's buffer for {num_ranks} ranks"
+        library.check_room(what, max(hints), "take --all2all-backend allgather_reducescatter, which keeps none")
         self.buffer = module.Buffer(group, num_nvl_bytes=max(hints), explicitly_destroy=True)
 
     def limit(self, num_sms: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hocket.config.backends import NCCL_TRANSPORTS
-from hocket.errors import BackendUnavailable, ConfigError
+from hocket.errors import BackendUnavailable, CapacityError, ConfigError
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.transport.base import StepSizes
 
@@ -177,3 +177,12 @@ def nvshmem_settings(max_tokens: int, found: Mapping[str, str]) -> dict[str, str
 def set_up_nvshmem(max_tokens: int) -> None:
     """Before DeepEP starts NVSHMEM in this process."""
     os.environ.update(nvshmem_settings(max_tokens, os.environ))
+
+
+def check_room(what: str, num_bytes: int, advice: str) -> None:
+    """Raise CapacityError where the GPU's memory does not suffice for `what`, before the library fails in its way."""
+    if not torch.cuda.is_available():
+        return
+    free, _ = torch.cuda.mem_get_info()
+    if num_bytes > free:
+        raise CapacityError(f"{what} needs {num_bytes:,} bytes, and {free:,} are free: {advice}")

@@ -49,7 +49,8 @@ class _Opened:
         num_ranks = numbering.placement.num_ranks
         hint = module.Buffer.get_low_latency_rdma_size_hint
         self.num_bytes = int(hint(self.max_tokens, sizes.hidden_size, num_ranks, numbering.num_experts))
-        _check_room(self.num_bytes, sizes.max_tokens)
+        what = f"deepep_low_latency's buffer for steps of {sizes.max_tokens} tokens"
+        library.check_room(what, self.num_bytes, "lower --max-num-batched-tokens or take deepep_high_throughput")
         library.set_up_nvshmem(self.max_tokens)
         self.buffer = module.Buffer(
             group,
@@ -71,17 +72,6 @@ class _Opened:
     def receives(self, hook: Callable[[], object]) -> None:
         hook()
         self._due = ""
-
-
-def _check_room(num_bytes: int, max_tokens: int) -> None:
-    """Raise CapacityError where the GPU's memory does not suffice."""
-    if not torch.cuda.is_available():
-        return
-    free, _ = torch.cuda.mem_get_info()
-    if num_bytes > free:
-        advice = "lower --max-num-batched-tokens or take deepep_high_throughput"
-        needs = f"deepep_low_latency needs {num_bytes:,} bytes for steps of {max_tokens} tokens"
-        raise CapacityError(f"{needs}, and {free:,} are free: {advice}")
 
 
 @dataclass(frozen=True, slots=True)
