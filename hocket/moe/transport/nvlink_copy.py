@@ -43,7 +43,8 @@ class CopyHandle(Handle):
 
 
 class _Slots:
-    """The memory, in slots of two parts; of a part each rank has an equal piece, one behind the other."""
+    """The memory, in slots of two parts; of a part each rank has an equal piece, one behind the other. next: whose turn
+    it is."""
 
     def __init__(self, sizes: StepSizes, num_ranks: int, rank: int, group: Group, device: torch.device) -> None:
         most = most_received(num_ranks, sizes.max_tokens)
@@ -55,7 +56,12 @@ class _Slots:
         self._others = [other for other in range(num_ranks) if other != rank]
         self._num_ranks, self._rank = num_ranks, rank
         self.memory = PeerMemory(self._slot_bytes * self.count, group, device)
+        self.next = 0
         self._under_way = 0
+
+    def take(self) -> None:
+        """The slot `next` is that of a call, on all ranks."""
+        self.next = (self.next + 1) % self.count
 
     def here(self, slot: int, part: int, num_bytes: int) -> Tensor:
         """uint8 [n · num_bytes], what each rank, in rank order, writes into this one's memory."""
@@ -107,7 +113,6 @@ class NVLinkCopyTransport(Transport):
         self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
         self._rank, self._group, self._device = rank, group, device
         self._opened: _Slots | None = None
-        self._turn = 0  # the slot of the next call, the same on all ranks
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:
@@ -123,7 +128,6 @@ class NVLinkCopyTransport(Transport):
             self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
         except CapacityError as error:
             raise CapacityError(f"{self.name}: {error}: lower --max-num-batched-tokens") from error
-        self._turn = 0
 
     def close(self) -> None:
         self._opened = None
@@ -133,12 +137,12 @@ class NVLinkCopyTransport(Transport):
         slots, (num_rows, padded) = self._slots, (x.shape[0], layout.num_padded_max)
         if not num_rows <= padded <= slots.max_tokens:
             raise CapacityError(f"{num_rows} rows, padded to {padded}, do not fit into {slots.max_tokens}")
-        slot, rows = self._turn, RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        slot, rows = slots.next, RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         num_bytes = padded * rows.row_bytes
         here = slots.here(slot, DISPATCH, num_bytes)
         mine = slots.mine(slot, DISPATCH, num_bytes, self._rank)
         rows.pack(x, topk_ids, topk_weights, padded, into=mine.view(padded, rows.row_bytes))
-        self._turn = (slot + 1) % slots.count  # not where packing failed: the rank tries again, the others do not
+        slots.take()  # not where packing failed: this rank will try again, the others do not
 
         def send() -> None:
             slots.begin()
