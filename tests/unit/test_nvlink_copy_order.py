@@ -160,8 +160,8 @@ class World:
 
 
 def random_step(draw: random.Random, num_ranks: int, num_ubatches: int) -> Step:
-    """Whole or in ubatches, ranks without rows among them; some fail."""
-    count = draw.choice([1, num_ubatches])
+    """Whole or in any number of ubatches, ranks without rows among them; some fail."""
+    count = draw.randint(1, num_ubatches)
     most = MOST // count
     rows = tuple(tuple(draw.choice([0, 1, most // 2, most]) for _ in range(count)) for _ in range(num_ranks))
     fails = None

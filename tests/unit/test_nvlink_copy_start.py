@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +49,22 @@ def test_too_little_memory(two_gpus: pytest.MonkeyPatch, where: str) -> None:
     assert str(caught.value) == (
         f"nvlink_copy: it takes {needed:,} bytes of the GPU, which has 12,345,678 left: lower --max-num-batched-tokens"
     )
+
+
+def test_no_multicast_is_set_up(two_gpus: pytest.MonkeyPatch) -> None:
+    """PyTorch would, where a host has it."""
+    seen = []
+
+    def rendezvous(local: torch.Tensor, group: object) -> Any:
+        seen.append(os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"])
+        return SimpleNamespace(rank=0, world_size=2, get_buffer=lambda *args: torch.empty(0))
+
+    two_gpus.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    two_gpus.setattr(symmetric, "empty", lambda *size, **kwargs: torch.empty(0))
+    two_gpus.setattr(symmetric, "rendezvous", rendezvous)
+    opened()
+    two_gpus.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
+    assert seen == ["1"]
 
 
 def test_other_failures_are_not_called_too_little_memory(two_gpus: pytest.MonkeyPatch) -> None:

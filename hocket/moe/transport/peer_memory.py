@@ -5,6 +5,7 @@ is marked as alpha, is used here alone. Knows nothing of what is written.
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class PeerMemory:
     def __init__(self, num_bytes: int, group: Group, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
+        # Nobody writes to all GPUs at once; setting that up fails on some hosts, and can cost them their GPUs.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         try:
             local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
             self._handle = symmetric.rendezvous(local, group)
