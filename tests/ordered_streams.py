@@ -7,7 +7,7 @@ What is launched runs on the host at once, with whatever the memory holds: only 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hocket.ubatch.lanes import Lane, Pending, Work
 
-COMPUTE, COMM = "compute", "comm"
+COMPUTE, COMM, LINK = "compute", "comm", "link"
 _numbers = itertools.count()
 
 
@@ -60,10 +60,11 @@ class Device:
         return event
 
     def captured(self, work: Callable[[], object]) -> list[Op]:
-        """What `work` launches, which is not done now."""
+        """What `work` launches, which is not done now. Fails where CUDA would not capture it."""
         before, self.ops = self.ops, []
         try:
             work()
+            check_capture(self.ops)
             return self.ops
         finally:
             self.ops = before
@@ -83,6 +84,42 @@ class Device:
 
     def lane(self) -> Lane:
         return NotedLane(self)
+
+
+def check_capture(ops: Sequence[Op]) -> None:
+    """Other streams begin behind what is captured, wait for nothing else, and are waited for at the end."""
+    known: dict[str, Counter[str]] = defaultdict(Counter)  # of each stream, how much it knows of each
+    events: dict[int, Counter[str]] = {}
+    for op in ops:
+        own = known[op.stream]
+        if op.kind == "wait":
+            assert op.what[0] in events, f"{op.stream} waits for what is not captured ({op.text})"
+            own |= events[op.what[0]]
+        else:
+            assert own or op.stream == COMPUTE, f"{op.stream} begins without waiting for the capture ({op.text})"
+            own[op.stream] += 1
+        if op.kind == "record":
+            events[op.what[0]] = own.copy()
+    for stream, own in known.items():
+        assert known[COMPUTE][stream] == own[stream], f"nobody waits for the end of {stream}"
+
+
+class NotedDelay:
+    """As `link_copies.CopyDelay`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def mark(self) -> int:
+        return self._device.mark()
+
+    def start(self, mark: int, seconds: float) -> int:
+        with self._device.on(LINK):
+            self._device.note("wait", mark)
+            return self._device.mark()
+
+    def wait(self, end: int) -> None:
+        self._device.note("wait", end)
 
 
 class NotedLane(Lane):

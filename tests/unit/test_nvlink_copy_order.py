@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from configs import MOE
-from ordered_streams import Accesses, Device, Noted, NotedLane, Op, Search
+from ordered_streams import Accesses, Device, Noted, NotedDelay, NotedLane, Op, Search, check_capture
 from torch import Tensor, nn
 
 from hocket.errors import UBatchFailed
@@ -22,8 +22,9 @@ from hocket.moe.experts.base import Experts
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.router import Router
-from hocket.moe.transport import nvlink_copy
-from hocket.moe.transport.base import StepSizes
+from hocket.moe.transport import link_copies, nvlink_copy
+from hocket.moe.transport.base import StepSizes, Transport
+from hocket.moe.transport.link_emulator import LinkEmulator
 from hocket.moe.transport.nvlink_copy import NVLinkCopyTransport
 from hocket.overlap import executor as executors
 from hocket.overlap.executor import UBatchExecutor
@@ -98,7 +99,9 @@ class Step:
 class Rank:
     """The transport and the executor of a rank, whose streams note what they are given."""
 
-    def __init__(self, device: Device, num_ranks: int, num_ubatches: int, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, device: Device, num_ranks: int, num_ubatches: int, patch: pytest.MonkeyPatch, *, has_link: bool
+    ) -> None:
         placement = ExpertPlacement(MOE.num_experts, num_ranks)
         self.device = device
         self.transport = NVLinkCopyTransport(placement, device.rank, device, CPU)  # type: ignore[arg-type]
@@ -115,7 +118,11 @@ class Rank:
         router = Router(MOE, HIDDEN)
         router.weight.zero_()
         experts = EveryRow(1, HIDDEN, 2, dtype=torch.float32)
-        self.layers = [MoELayer(router, experts, self.transport, nn.Identity()) for _ in range(LAYERS)]
+        transport: Transport = self.transport
+        if has_link:
+            patch.setattr(link_copies, "CopyDelay", lambda _: NotedDelay(device))
+            transport = LinkEmulator(transport, 12.0, 46.0, torch.device("cuda", 0))
+        self.layers = [MoELayer(router, experts, transport, nn.Identity()) for _ in range(LAYERS)]
         patch.setattr(executors, "comm_lane", lambda *_: device.lane())
         self.executor = UBatchExecutor(Layers(self.layers), "greenlet", num_ubatches, 20.0, CPU)  # type: ignore[arg-type]
 
@@ -134,12 +141,13 @@ class Rank:
 class World:
     """Ranks that do the same, one after the other: what each launches depends on itself alone."""
 
-    def __init__(self, num_ranks: int, num_ubatches: int) -> None:
+    def __init__(self, num_ranks: int, num_ubatches: int, *, has_link: bool = False) -> None:
         self.num_ubatches = num_ubatches
         memories = {rank: torch.empty(0, dtype=torch.uint8) for rank in range(num_ranks)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nvlink_copy, "PeerMemory", NotedMemory)
-            self.ranks = [Rank(Device(rank, memories), num_ranks, num_ubatches, patch) for rank in range(num_ranks)]
+            devices = [Device(rank, memories) for rank in range(num_ranks)]
+            self.ranks = [Rank(one, num_ranks, num_ubatches, patch, has_link=has_link) for one in devices]
 
     def each(self, work: Callable[[Rank], None]) -> None:
         for rank in self.ranks:
@@ -170,17 +178,24 @@ def random_step(draw: random.Random, num_ranks: int, num_ubatches: int) -> Step:
     return Step(rows, fails, schedule=draw.choice([LAUNCH_FIRST, HAND_OVER_FIRST]))
 
 
-@pytest.fixture(params=[(2, 2), (2, 3), (3, 2), (3, 3)], ids=lambda pair: f"{pair[0]}-ranks-{pair[1]}-ubatches")
-def world(request: pytest.FixtureRequest) -> World:
-    return World(*request.param)
+@pytest.fixture(params=[(2, 2), (2, 3), (3, 3)], ids=lambda pair: f"{pair[0]}-ranks-{pair[1]}-ubatches")
+def world(request: pytest.FixtureRequest, has_link: bool) -> World:
+    return World(*request.param, has_link=has_link)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.fixture(params=[False, True], ids=["alone", "link"])
+def has_link(request: pytest.FixtureRequest) -> bool:
+    """Whether an emulated link is around it."""
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("seed", range(2))
 def test_steps_and_graphs_in_any_order(world: World, seed: int) -> None:
     """Graphs are captured at other slots than those that their replays come after."""
     draw, num_ranks = random.Random(seed), len(world.ranks)
     graphs: list[list[list[Op]]] = []
-    for _ in range(14):
+    num_replays = 0
+    for _ in range(16):
         step = random_step(draw, num_ranks, world.num_ubatches)
         kind = draw.choice(["step", "capture", "replay"])
         if kind == "step":
@@ -189,6 +204,8 @@ def test_steps_and_graphs_in_any_order(world: World, seed: int) -> None:
             graphs.append(world.capture(step))
         elif graphs:
             world.replay(draw.choice(graphs))
+            num_replays += 1
+    assert num_replays >= 2
     assert sum(len(rank.device.ops) for rank in world.ranks) > 500
     assert world.faults() == []
 
@@ -264,3 +281,15 @@ def test_what_breaks_the_order_is_found(
     for _ in range(2):
         world.each(lambda rank: rank.run(Step(((6, 6), (6, 3)))))
     assert any("nothing makes it come before" in fault for fault in world.faults())
+
+
+def test_what_cannot_be_captured_is_found() -> None:
+    forked = [Op("record", "compute", (0,)), Op("wait", "comm", (0,)), Op("read", "comm", (0, 0, 1))]
+    check_capture([*forked, Op("record", "comm", (1,)), Op("wait", "compute", (1,))])
+    for ops, why in (
+        (forked, "nobody waits for the end of comm"),
+        ([*forked, Op("wait", "compute", (9,))], "compute waits for what is not captured"),
+        (forked[2:], "comm begins without waiting"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            check_capture(ops)
