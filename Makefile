@@ -47,7 +47,7 @@ serve: $(SERVER_STAMP) ## serve the shipped model on two ranks, at http://127.0.
 
 test: $(DEV_STAMP) ## run the tests (quick selection)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not alone" -n 2 --ignore tests/gloo
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not alone" tests/gloo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and not alone" -n 2 --dist loadfile tests/gloo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not full and alone"
 
 test-full: $(DEV_STAMP) ## run everything, the whole grid included (hours)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 VOCAB = 512
 LAYOUTS = ("published", "fused", "sharded", "fused-sharded", "old-config")
@@ -198,17 +199,36 @@ class Reference:
     @torch.no_grad()
     def greedy(self, token_ids: Sequence[int], num_tokens: int) -> list[int]:
         """The next `num_tokens` greedy tokens (no end-of-sequence check)."""
-        from transformers import DynamicCache
-
         found = self._greedy.setdefault(tuple(token_ids), [])
-        new, cache = [*token_ids, *found], DynamicCache(config=self.config)
-        # The keyword was renamed within the range of versions that are supported.
-        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        new, cache = [*token_ids, *found], self._cache()
         while len(found) < num_tokens:
-            out = self.model(torch.tensor([new]), use_cache=True, logits_to_keep=1, **{name: cache})
+            out = self.model(torch.tensor([new]), use_cache=True, logits_to_keep=1, **cache)
             new = [int(out.logits[0, -1].argmax())]
             found += new
         return found[:num_tokens]
+
+    @torch.no_grad()
+    def _find_greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """What `greedy` then knows of these prompts: found together, it takes a fifth of the time."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        seen = torch.arange(ids.shape[1]) < lengths[:, None]
+        cache = self._cache()
+        logits = self.model(ids, use_cache=True, **cache).logits  # what is padded stands behind what a token sees
+        new = [logits[torch.arange(len(ids)), lengths - 1].argmax(-1)]
+        for position in range(num_tokens - 1):
+            seen = nn.functional.pad(seen, (0, 1), value=True)
+            place = {"attention_mask": seen.long(), "position_ids": (lengths + position)[:, None]}
+            logits = self.model(new[-1][:, None], use_cache=True, **place, **cache).logits
+            new.append(logits[:, -1].argmax(-1))
+        self._greedy |= zip(map(tuple, prompts), torch.stack(new, 1).tolist(), strict=True)
+
+    def _cache(self) -> dict[str, Any]:
+        """An empty one. The keyword was renamed within the range of versions that are supported."""
+        from transformers import DynamicCache
+
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        return {name: DynamicCache(config=self.config)}
 
     def margin(self, token_ids: Sequence[int], num_prompt_tokens: int) -> float:
         """How near the nearest tie is: of expert or group choices anywhere, of greedy tokens after the prompt."""
@@ -234,15 +254,20 @@ class Reference:
         """Random prompts of these lengths whose margins over `num_tokens` greedy tokens exceed `least`."""
         generator = torch.Generator().manual_seed(seed)
         found: list[list[int]] = []
-        for length in lengths:
-            for _ in range(50):
+        for _ in range(50):
+            drawn = []
+            for length in lengths[len(found) :]:
                 ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-                if self.margin(ids + self.greedy(ids, num_tokens), length) > least:
-                    found.append(ids)
+                drawn.append((ids, generator.get_state()))
+            if not drawn:
+                return found
+            self._find_greedy([ids for ids, _ in drawn], num_tokens)
+            for ids, drawn_so_far in drawn:
+                if self.margin(ids + self.greedy(ids, num_tokens), len(ids)) <= least:
+                    generator.set_state(drawn_so_far)  # those behind it are drawn anew
                     break
-            else:
-                raise AssertionError(f"no prompt of length {length} with margin {least}")
-        return found
+                found.append(ids)
+        raise AssertionError(f"no prompt of length {lengths[len(found)]} with margin {least}")
 
     @contextmanager
     def _choices(self) -> Iterator[list[Tensor]]:

@@ -21,9 +21,13 @@ def poll_to_the_end(llm: LLM) -> None:
 
 
 class Groups:
-    """Starts a group of n ranks when it is first asked for, and again when a test has ended it."""
+    """Starts a group of n ranks when it is first asked for, and again when a test has ended it.
 
-    def __init__(self) -> None:
+    defaults: options of all its engines where a test gives no others.
+    """
+
+    def __init__(self, **defaults: Any) -> None:
+        self._defaults = defaults
         self._groups: dict[int, RankGroup] = {}
 
     def get(self, num_ranks: int) -> RankGroup:
@@ -39,7 +43,7 @@ class Groups:
     def llm(self, model: str | Path, num_ranks: int = 1, **options: Any) -> Iterator[LLM]:
         """An LLM on running ranks; `options` as for LLM(...)."""
         given = {"skip_tokenizer_init": True, "step_timeout": STEP_TIMEOUT_S, "enable_expert_parallel": True}
-        values = given | options | {"model": str(model), "data_parallel_size": num_ranks}
+        values = given | self._defaults | options | {"model": str(model), "data_parallel_size": num_ranks}
         with LLM.from_options(Options.from_dict(values), group=self.get(num_ranks)) as llm:
             yield llm
 

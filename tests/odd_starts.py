@@ -13,7 +13,7 @@ SKEW_S, DRIFT = 86_400.0 * 40, 1.3
 
 
 def is_odd() -> bool:
-    """Whether this process is the rank that ODD_RANK names ("hocket.rank --rank n …")."""
+    """Whether this process is the rank that ODD_RANK names ("hocket.start_rank --rank n …")."""
     given = sys.orig_argv
     return "--rank" in given and given[given.index("--rank") + 1] == os.environ[ODD_RANK]
 

@@ -7,6 +7,7 @@ values or on the model is checked in `resolve.py`.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import numbers
 import os
@@ -290,9 +291,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return {str(key).replace("-", "_"): item for key, item in value.items()}
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    """Types of all options by name; evaluating them takes milliseconds."""
+    return typing.get_type_hints(Options)
+
+
 def option_type(option: Field[Any]) -> tuple[type, bool]:
     """The plain type of an option and whether it may be None."""
-    hint = typing.get_type_hints(Options)[option.name]
+    hint = _hints()[option.name]
     if isinstance(hint, types.UnionType):
         inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
         return inner, True

@@ -59,7 +59,7 @@ def spawn_rank(
     """
     endpoint, mark, key = address.partition(KEY_MARK)
     # -P: what lies in the current directory must not be taken for a module.
-    command = [sys.executable, "-P", "-m", "hocket.rank", "--rank", str(rank), "--world-size", str(world_size)]
+    command = [sys.executable, "-P", "-m", "hocket.start_rank", "--rank", str(rank), "--world-size", str(world_size)]
     command += ["--address", endpoint, "--startup-timeout", str(startup_timeout_s)]
     if store is not None:
         command += ["--store", store]

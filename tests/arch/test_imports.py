@@ -17,7 +17,7 @@ LAYERS = [
     ("hocket.doctor", "hocket.verify"),
     ("hocket.bench",),
     ("hocket.llm",),
-    ("hocket.client", "hocket.rank", "hocket.metrics"),
+    ("hocket.client", "hocket.rank", "hocket.start_rank", "hocket.metrics"),
     ("hocket.balance",),
     ("hocket.observe",),
     ("hocket.processor", "hocket.prompt", "hocket.generation_config", "hocket.engine", "hocket.dist.launcher"),

@@ -1,6 +1,21 @@
 """Fixtures of the tests that run several ranks."""
 
+from collections.abc import Iterator
+
+import pytest
 from faulty import fault_file
-from rank_fixtures import checkpoints, groups
+from gloo_groups import Groups
+from rank_fixtures import checkpoints
+
+CACHE_BYTES = 32 << 20
+"""Of a rank: room for 26 requests of the longest kind. By itself an engine takes up to half a gigabyte, and to zero
+that on a CPU takes longer than all else at its start."""
 
 __all__ = ["checkpoints", "fault_file", "groups"]
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator[Groups]:
+    made = Groups(kv_cache_memory_bytes=CACHE_BYTES)
+    yield made
+    made.close()

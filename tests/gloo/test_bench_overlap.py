@@ -29,6 +29,7 @@ def row_of(out: str) -> dict[str, Any]:
     return dict(row)
 
 
+@pytest.mark.alone
 def test_off_and_on_over_a_link_as_slow_as_compute(tmp_path: Path) -> None:
     code, out, err = bench("--output", str(tmp_path / "result.json"))
     assert code == 0, err

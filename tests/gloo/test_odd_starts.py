@@ -41,7 +41,7 @@ def running_ranks(folder: Path) -> list[str]:
             command = entry.read_text()
         except OSError:
             continue
-        if "hocket.rank" in command and str(folder) in command:
+        if "hocket.start_rank" in command and str(folder) in command:
             found.append(command)
     return found
 
