@@ -1,20 +1,22 @@
-"""No slot of `nvlink_copy` is written while anybody may still read it, however fast each stream of each rank runs: its
-own code and the executor's say what is launched, and all pairs of accesses to the same bytes must be ordered."""
+"""No slot of `nvlink_copy` is written while anybody may still read it, and no tensor that it sends is dropped before,
+however fast each stream of each rank runs: its own code and the executor's say what is launched, and all pairs of
+accesses to the same bytes must be ordered."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from configs import MOE
-from ordered_streams import Accesses, Device, Noted, NotedDelay, NotedLane, Op, Search, check_capture
+from ordered_streams import Accesses, Device, Noted, NotedDelay, NotedLane, NotedSide, Op, check_capture
 from torch import Tensor, nn
+from unordered_accesses import Search
 
 from hocket.errors import UBatchFailed
 from hocket.moe.base import TokenLayout
@@ -22,6 +24,7 @@ from hocket.moe.experts.base import Experts
 from hocket.moe.layer import MoELayer
 from hocket.moe.placement import ExpertPlacement
 from hocket.moe.router import Router
+from hocket.moe.side import INLINE
 from hocket.moe.transport import link_copies, nvlink_copy
 from hocket.moe.transport.base import StepSizes, Transport
 from hocket.moe.transport.link_emulator import LinkEmulator
@@ -61,6 +64,13 @@ class EveryRow(Experts):
         return x * weights.sum(1, keepdim=True) * ids.sum(1, keepdim=True)
 
 
+class Shared(nn.Module):
+    """Shared experts, whose result is another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
 class Layers(nn.Module):
     """Sparse layers, of which one fails where its input says so."""
 
@@ -79,11 +89,12 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Step:
-    """rows: of each rank, in each ubatch. fails: (rank, ubatch, layer)."""
+    """rows: of each rank, in each ubatch. fails: (rank, ubatch, layer). has_side: shared experts on another stream."""
 
     rows: tuple[tuple[int, ...], ...]
     fails: tuple[int, int, int] | None = None
     schedule: Schedule = LAUNCH_FIRST
+    has_side: bool = False
 
     def parts(self, rank: int) -> tuple[Any, ...]:
         """The ubatches' inputs."""
@@ -122,11 +133,14 @@ class Rank:
         if has_link:
             patch.setattr(link_copies, "CopyDelay", lambda _: NotedDelay(device))
             transport = LinkEmulator(transport, 12.0, 46.0, torch.device("cuda", 0))
-        self.layers = [MoELayer(router, experts, transport, nn.Identity()) for _ in range(LAYERS)]
+        self.layers = [MoELayer(router, experts, transport, Shared()) for _ in range(LAYERS)]
         patch.setattr(executors, "comm_lane", lambda *_: device.lane())
         self.executor = UBatchExecutor(Layers(self.layers), "greenlet", num_ubatches, 20.0, CPU)  # type: ignore[arg-type]
 
     def run(self, step: Step) -> None:
+        side = NotedSide(self.device) if step.has_side else INLINE
+        for layer in self.layers:
+            layer.side = side
         self.executor.schedules = {"prefill": step.schedule}
         try:
             self.executor.run(step.parts(self.device.rank), [], "prefill")
@@ -175,7 +189,8 @@ def random_step(draw: random.Random, num_ranks: int, num_ubatches: int) -> Step:
     fails = None
     if draw.random() < 0.3:
         fails = draw.randrange(num_ranks), draw.randrange(count), draw.randrange(LAYERS)
-    return Step(rows, fails, schedule=draw.choice([LAUNCH_FIRST, HAND_OVER_FIRST]))
+    schedule = draw.choice([LAUNCH_FIRST, HAND_OVER_FIRST])
+    return Step(rows, fails, schedule=schedule, has_side=count == 1 and draw.random() < 0.5)
 
 
 @pytest.fixture(params=[(2, 2), (2, 3), (3, 3)], ids=lambda pair: f"{pair[0]}-ranks-{pair[1]}-ubatches")
@@ -272,7 +287,25 @@ def nobody_is_told(world: World, patch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.parametrize("break_it", [one_slot, transfers_ahead_of_compute, compute_ahead_of_transfers, nobody_is_told])
+def drops_what_it_sends(world: World, patch: pytest.MonkeyPatch) -> None:
+    """The host lets go of a copy of the rows as soon as their way is launched."""
+    prepare = NVLinkCopyTransport.prepare
+
+    def forgetful(self: NVLinkCopyTransport, x: Tensor, *others: Any) -> Any:
+        transfer, held, sink = prepare(self, x, *others), [x.clone()], torch.empty_like(x)
+
+        def send() -> None:
+            transfer.send()
+            sink.copy_(held.pop())
+
+        return replace(transfer, send=send)
+
+    patch.setattr(NVLinkCopyTransport, "prepare", forgetful)
+
+
+@pytest.mark.parametrize(
+    "break_it", [one_slot, transfers_ahead_of_compute, compute_ahead_of_transfers, nobody_is_told, drops_what_it_sends]
+)
 def test_what_breaks_the_order_is_found(
     break_it: Callable[[World, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
