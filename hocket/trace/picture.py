@@ -57,12 +57,12 @@ def show(recording: Recording, out: Console, label: str = "") -> None:
     out.print(Text(what, style="dim"))
     for note in recording.notes:
         out.print(Text(note, style="bold dim"))
-    for rank, step in enumerate(steps[:MAX_RANKS]):
+    for rank, step in enumerate(steps[:MAX_RANKS], recording.first_rank):
         _print_lanes(out, rank, step, window)
     if len(steps) > MAX_RANKS:
         out.print(Text(f"and {len(steps) - MAX_RANKS} more ranks", style="dim"))
     out.print()
-    out.print(_table(recording.figures(), rows_of([recording]), out.width))
+    out.print(_table(recording, out.width))
     if recording.has_comm:
         out.print(Text(BOUND, style="dim"))
 
@@ -122,13 +122,14 @@ def _label(span: Span, length: int) -> str:
     return name.center(length, _FILLS[span.ubatch % len(_FILLS)])
 
 
-def _table(figures: list[StepFigures], rows: list[tuple[str, str]], width: int) -> Table:
+def _table(recording: Recording, width: int) -> Table:
     """ms of a step, mean of those recorded, by rank; what the names mean where there is room beside them."""
+    figures, rows = recording.figures(), rows_of([recording])
     table = Table(box=None, padding=(0, 2, 0, 0))
     num_steps = figures[0].num_steps
     table.add_column(f"ms, mean of {num_steps} step{'s' * (num_steps > 1)}", no_wrap=True)
     shown = figures[:MAX_RANKS]
-    for rank, one in enumerate(shown):
+    for rank, one in enumerate(shown, recording.first_rank):
         longest = max(len(_value(name, one)) for name, _ in rows)
         table.add_column(f"rank {rank}", justify="right", no_wrap=True, min_width=longest)
     with_meaning = width >= _NAME_WIDTH + len(shown) * _VALUE_WIDTH + MIN_MEANING

@@ -177,4 +177,7 @@ def test_ranks_of_one_server_among_several_have_their_own_numbers(recording: Rec
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 2", "rank 3"]
     assert perfetto.read(path).first_rank == 2
     assert '"firstRank":2' in page.page({"": perfetto.read(path)})
+    out = io.StringIO()
+    picture.show(perfetto.read(path), picture.console(file=out))
+    assert out.getvalue().count("rank 2") == 2, "of its lanes and of its figures"
     assert '"firstRank":0' in page.page({"": recording})
