@@ -121,6 +121,7 @@ class LaneTimes:
 
     def _prepared(self, kept: KeptTransfers, lane: str, step: str) -> Work:
         """What is timed; it has run before."""
+        self._meet()
         kept.select(step, moves=False)
         work: Work = partial(self._run, self._steps[step])
         if lane == COMM:
@@ -170,14 +171,21 @@ class LaneTimes:
     def _us(self, work: Work) -> float:
         """µs of one of `count` times in a row, all ranks from the same moment on."""
         count = self._asked.count
-        if self._runner.mesh.ep_size > 1:
-            gather_texts("")
+        self._meet()
         if self._device.type != "cuda":
             started = time.perf_counter()
             for _ in range(count):
                 work()
             return (time.perf_counter() - started) * 1e6 / count
         return device_us(work, count)
+
+    def _meet(self) -> None:
+        """All ranks are done with what they launched: transfers alone may write to where another rank's compute alone
+        reads, and nothing else orders the two."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._runner.mesh.ep_size > 1:
+            gather_texts("")
 
     def _limited(self, lane: str, work: Callable[[], T]) -> T:
         with self._limit(f"timing the {lane} of a {self._asked.phase} of {self._asked.num_tokens} tokens"):

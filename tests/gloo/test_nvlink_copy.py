@@ -118,6 +118,25 @@ def test_what_has_no_room_is_refused(pool: RankPool) -> None:
     pool.run(one_too_many, num_ranks=2)
 
 
+def one_fails(env: RankEnv) -> None:
+    """One rank packs no rows, and takes part nevertheless, as a step does that fails there."""
+    case = Case((3, 5), (1, 0), 6, 2)
+    transport = opened(env, case)
+    (x, ids, weights), layout = make_tokens(case, env.rank), case.layout(env.rank)
+    if env.rank == 0:
+        with pytest.raises(RuntimeError):
+            transport.prepare(x, ids, weights[:, :0], layout)
+    for _ in range(3):
+        sent = prepared(transport, x, ids, weights, layout)
+        out = finalized(transport, sent.through(make_experts(case, "reference", env.rank)), sent.handle)
+        torch.testing.assert_close(out, make_experts(case, "reference")(x, ids, weights), atol=1e-5, rtol=1e-5)
+    transport.close()
+
+
+def test_ranks_keep_the_same_slots_when_one_fails(pool: RankPool) -> None:
+    pool.run(one_fails, num_ranks=2)
+
+
 @pytest.fixture(scope="module")
 def memory_ranks() -> Iterator[RankGroup]:
     with patched_ranks(2, "fake_peer_memory:install") as group:

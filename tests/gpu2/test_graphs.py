@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import greedy, ids_of, prompts
+from answers import assert_as_good, greedy, ids_of, prompts
 from gloo_groups import Groups, poll_to_the_end
 from patched_ranks import patched_environment
 
@@ -34,17 +34,19 @@ def replayed(llm: LLM) -> int:
 def test_graphs_give_what_eager_steps_give(
     groups: Groups, checkpoints: Callable[..., Path], model: str, num_ranks: int
 ) -> None:
-    """With requests of other lengths, so that steps shrink from graph to graph, and ranks that run out of work."""
+    """With requests of other lengths, so that steps shrink from graph to graph, and ranks that run out of work. Tokens
+    may differ where bf16 cannot tell which is best: some kernels of graphs are not those of eager steps."""
     path = checkpoints(model)
     asked = prompts(path, LENGTHS, num_tokens=24)
     params = [greedy(4 + 3 * i) for i in range(len(LENGTHS))]
     found = []
     for options in ({"enforce_eager": True}, {}, {"async_scheduling": False}, {"cudagraph_capture_sizes": "16"}):
         with groups.llm(path, num_ranks, **BF16, **options) as llm:
-            found.append([ids_of(llm.generate(asked, params, use_tqdm=False)) for _ in range(2)][-1])
+            found.append([llm.generate(asked, params, use_tqdm=False) for _ in range(2)][-1])
             assert (replayed(llm) > 0) is ("enforce_eager" not in options)
-    assert found[1] == found[2]
-    assert share_of_equal(found[0], found[1]) >= 0.9
+    assert ids_of(found[1]) == ids_of(found[2])
+    for others in found[1:]:
+        assert_as_good(path, others, found[0])
 
 
 def share_of_equal(some: list[list[int]], others: list[list[int]]) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from hocket.launch import Launch
 from hocket.moe.transport import rank_sum_kernels
 from hocket.moe.transport.rank_sums import add_ranks
 
@@ -25,3 +28,20 @@ def test_sums(num_ranks: int, rank: int, num_rows: int, padded: int, dtype: torc
     rank_sum_kernels.add_ranks(found, own, parts, rank)
     torch.testing.assert_close(found, add_ranks(own, parts, rank, num_rows), atol=0, rtol=ROUNDING[dtype])
     assert found.isfinite().all()
+
+
+def test_steps_of_other_sizes_need_no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would be compiled in the middle of serving."""
+    constants = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *numbers: float, **others: Any) -> Launch:
+        constants.append(others)
+        return Launch(kernel, grid, *numbers, **others)
+
+    monkeypatch.setattr(rank_sum_kernels, "Launch", launch)
+    for num_rows in (4, 6, 7):
+        rank_sum_kernels.add_ranks(
+            torch.empty(num_rows - 1, 16), torch.zeros(num_rows, 16), torch.zeros(2, num_rows, 16), 0
+        )
+    assert len(constants) == 3
+    assert constants[0] == constants[1] == constants[2]

@@ -115,6 +115,22 @@ def test_each_lane_runs_alone(
 
 
 @torch.inference_mode()
+def test_all_ranks_are_at_the_same_lane(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet before each one runs, also where it runs for the first time."""
+    seen: list[str] = []
+
+    def limit(what: str) -> Any:
+        seen.append(what.split()[2])
+        return nullcontext()
+
+    monkeypatch.setattr(LaneTimes, "_meet", lambda self: seen.append("meet"))
+    asked = TimeLanes(phase="prefill", num_tokens=12, length=6, repeats=1, count=1)
+    LaneTimes(runner, asked, limit).measure()
+    once = [lane for name in NAMES for lane in (name.split("_")[0], "meet")]
+    assert seen == once + once
+
+
+@torch.inference_mode()
 def test_lanes_of_a_decode_have_the_rows_of_its_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut where the graph is; padding reaches no expert. A replay runs its work again (`graphs_on_cpu.py`)."""
     monkeypatch.setenv("HOCKET_FORCE_SPLIT", "2")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hocket.errors import HocketError
 from hocket.moe.base import TokenLayout
 from hocket.moe.transport import link_copies
 from hocket.moe.transport.base import Dispatched, Handle, Transport
@@ -130,3 +131,12 @@ def test_on_a_gpu_copies_take_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
         transfer.receive()
         assert done == ["mark", "inner 0", ("here", 0.5 + NUM_BYTES / 1e6), "wait for end"]
         assert transfer.arrived_ns is None
+
+
+def test_how_long_copies_take_is_measured_or_an_error() -> None:
+    """2 MiB in 50 µs and 32 in 650: 30 MiB in 600, and 10 for a copy of nothing."""
+    bytes_per_s, least_s = link_copies.rate_of(50e-6, 650e-6)
+    assert (bytes_per_s, least_s) == pytest.approx((30 * 2**20 / 600e-6, 10e-6))
+    assert link_copies.rate_of(10e-6, 650e-6)[1] == 0.0
+    with pytest.raises(HocketError, match="2 MiB took 600 µs, 32 MiB took 600 µs; is it too busy"):
+        link_copies.rate_of(600e-6, 600e-6)

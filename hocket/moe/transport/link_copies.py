@@ -10,16 +10,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hocket.errors import HocketError
+
 PIECE_BYTES = 32 << 20
 """Longer delays are several copies."""
 _SMALL_BYTES = PIECE_BYTES // 16
 _REPEATS = 5
 
 
+def rate_of(small_s: float, large_s: float) -> tuple[float, float]:
+    """Bytes per second, and the seconds of a copy of nothing, from those of _SMALL_BYTES and of PIECE_BYTES."""
+    if large_s <= small_s:  # delays would have no length, and nobody would see it in the results
+        small, large = (
+            f"{size >> 20} MiB took {seconds * 1e6:.0f} µs"
+            for size, seconds in ((_SMALL_BYTES, small_s), (PIECE_BYTES, large_s))
+        )
+        raise HocketError(
+            f"no link can be emulated by copies from the host: {small}, {large}; is it too busy? Try again"
+        )
+    bytes_per_s = (PIECE_BYTES - _SMALL_BYTES) / (large_s - small_s)
+    return bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s)
+
+
 class CopyDelay:
     """A delay has a beginning (`mark`) on the current stream, is started by the time its length is known, and whoever
     needs its end waits for it on his stream. One runs after the other. How long copies take is measured once, when the
     object is made: the least of several times, so that delays are rather longer than shorter than asked for.
+
+    Raises:
+        HocketError: that could not be measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,9 +46,7 @@ class CopyDelay:
         self._source = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
         self._sink = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        small_s, large_s = self._seconds_of(_SMALL_BYTES), self._seconds_of(PIECE_BYTES)
-        self.bytes_per_s = (PIECE_BYTES - _SMALL_BYTES) / (large_s - small_s)
-        self._least_s = max(0.0, small_s - _SMALL_BYTES / self.bytes_per_s)
+        self.bytes_per_s, self._least_s = rate_of(self._seconds_of(_SMALL_BYTES), self._seconds_of(PIECE_BYTES))
 
     def _seconds_of(self, num_bytes: int) -> float:
         """How long the current stream waits for a delay of so many bytes, the way to the other stream and back

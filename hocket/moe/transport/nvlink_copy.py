@@ -5,13 +5,12 @@ Shapes: T this rank's rows, P rows every rank pads to, D hidden, K top-k, n rank
 A call has a slot of the memory: for the rows of all ranks that its dispatch brings, and for the sums of all ranks that
 its combine brings. Calls take the slots in turn, as many as there are ubatches. Nobody says when a slot is free, since
 the next dispatch into it comes behind this call's combine: whoever sent me sums has read my rows, and whoever sends me
-rows again has read my sums. That needs the receives before the next send, which schedules keep, and no more calls under
-way than slots, which is checked.
+rows again has read my sums. That needs a call's receives before the next call in its slot, which schedules keep, and no
+more calls under way than slots, which is checked.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,8 @@ class CopyHandle(Handle):
 
 
 class _Slots:
-    """The memory, in slots of two parts; of a part each rank has an equal piece, one behind the other."""
+    """The memory, in slots of two parts; of a part each rank has an equal piece, one behind the other. next: whose turn
+    it is."""
 
     def __init__(self, sizes: StepSizes, num_ranks: int, rank: int, group: Group, device: torch.device) -> None:
         most = most_received(num_ranks, sizes.max_tokens)
@@ -56,7 +56,12 @@ class _Slots:
         self._others = [other for other in range(num_ranks) if other != rank]
         self._num_ranks, self._rank = num_ranks, rank
         self.memory = PeerMemory(self._slot_bytes * self.count, group, device)
+        self.next = 0
         self._under_way = 0
+
+    def take(self) -> None:
+        """The slot `next` is that of a call, on all ranks."""
+        self.next = (self.next + 1) % self.count
 
     def here(self, slot: int, part: int, num_bytes: int) -> Tensor:
         """uint8 [n · num_bytes], what each rank, in rank order, writes into this one's memory."""
@@ -108,7 +113,6 @@ class NVLinkCopyTransport(Transport):
         self._num_experts, self._num_ranks = placement.num_experts, placement.num_ranks
         self._rank, self._group, self._device = rank, group, device
         self._opened: _Slots | None = None
-        self._turns = itertools.cycle((0,))
 
     @classmethod
     def unavailable_reason(cls, device_type: str) -> str | None:
@@ -120,8 +124,10 @@ class NVLinkCopyTransport(Transport):
             raise ConfigError("all2all_backend", self.name, allowed, where="for ranks on several hosts")
         assert self._group is not None
         peer_memory.check_peers(self.name, self._device, list(NCCL_TRANSPORTS))
-        self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
-        self._turns = itertools.cycle(range(sizes.num_ubatches))
+        try:
+            self._opened = _Slots(sizes, self._num_ranks, self._rank, self._group, self._device)
+        except CapacityError as error:
+            raise CapacityError(f"{self.name}: {error}: lower --max-num-batched-tokens") from error
 
     def close(self) -> None:
         self._opened = None
@@ -131,11 +137,12 @@ class NVLinkCopyTransport(Transport):
         slots, (num_rows, padded) = self._slots, (x.shape[0], layout.num_padded_max)
         if not num_rows <= padded <= slots.max_tokens:
             raise CapacityError(f"{num_rows} rows, padded to {padded}, do not fit into {slots.max_tokens}")
-        slot, rows = next(self._turns), RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
+        slot, rows = slots.next, RowFormat(x.shape[1], topk_ids.shape[1], x.dtype)
         num_bytes = padded * rows.row_bytes
         here = slots.here(slot, DISPATCH, num_bytes)
         mine = slots.mine(slot, DISPATCH, num_bytes, self._rank)
         rows.pack(x, topk_ids, topk_weights, padded, into=mine.view(padded, rows.row_bytes))
+        slots.take()  # not where packing failed: this rank will try again, the others do not
 
         def send() -> None:
             slots.begin()

@@ -5,12 +5,13 @@ is marked as alpha, is used here alone. Knows nothing of what is written.
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
 
 from hocket.dist.collectives import Group
-from hocket.errors import BackendUnavailable
+from hocket.errors import BackendUnavailable, CapacityError
 
 
 class PeerMemory:
@@ -20,14 +21,24 @@ class PeerMemory:
     made by the GPU's copy engines. What was launched on a stream before `signal` is seen by whatever the other rank
     launches behind its `wait`, both on the current stream. A signal must have been waited for before the next one on
     its channel; who waits for a rank that is gone waits until its process is ended.
+
+    Raises:
+        CapacityError: the GPU has no room for it.
     """
 
     def __init__(self, num_bytes: int, group: Group, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(local, group)
-        self._local = local
+        # Nobody writes to all GPUs at once; setting that up fails on some hosts, and can cost them their GPUs.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        try:
+            local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._handle = symmetric.rendezvous(local, group)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+            raise CapacityError(f"it takes {num_bytes:,} bytes of the GPU, which has {free_bytes:,} left") from error
         shape = (num_bytes,)
         self.of_rank: tuple[Tensor, ...] = tuple(
             local if rank == self._handle.rank else self._handle.get_buffer(rank, shape, torch.uint8)

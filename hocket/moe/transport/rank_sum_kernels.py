@@ -23,7 +23,7 @@ def _launch(num_items: int, part_items: int, num_ranks: int, rank: int) -> Launc
         _add_ranks,
         (-(-num_items // BLOCK),),
         num_items,
-        PART_ITEMS=part_items,
+        part_items,  # no constant: it follows the rows of the step, and each would be another kernel to compile
         NUM_RANKS=num_ranks,
         RANK=rank,
         BLOCK=BLOCK,
@@ -36,7 +36,7 @@ def _add_ranks(
     own,
     parts,
     num_items,
-    PART_ITEMS: tl.constexpr,
+    part_items,
     NUM_RANKS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,6 +45,6 @@ def _add_ranks(
     is_item = items < num_items
     total = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(NUM_RANKS):
-        part = own if rank == RANK else parts + rank * PART_ITEMS
+        part = own if rank == RANK else parts + tl.cast(part_items, tl.int64) * rank
         total += tl.load(part + items, mask=is_item, other=0.0).to(tl.float32)
     tl.store(out + items, total.to(out.dtype.element_ty), mask=is_item)
