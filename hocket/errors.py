@@ -42,7 +42,8 @@ class HocketError(Exception):
 class ConfigError(HocketError, ValueError):
     """A wrong value: names the field, the value and what is allowed. `value` is whole, the message shortens it.
 
-    `where`, if not empty, goes on after "is not allowed": the condition that the value fails under ("with …").
+    A value of None is told as missing. `where`, if not empty, goes on after "is not allowed": the condition that the
+    value fails under ("with …").
     """
 
     field: str = ""
@@ -53,8 +54,9 @@ class ConfigError(HocketError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        refused = f"is not allowed {_one_line(where, _MAX_ALLOWED)}".rstrip()
-        super().__init__(f"{field}: {_shown(value)} {refused}; allowed: {_one_line(allowed, _MAX_ALLOWED)}")
+        refused = "is missing" if value is None else f"{_shown(value)} is not allowed"
+        refused = f"{refused} {_one_line(where, _MAX_ALLOWED)}".rstrip()
+        super().__init__(f"{field}: {refused}; allowed: {_one_line(allowed, _MAX_ALLOWED)}")
 
 
 class CheckpointError(HocketError):

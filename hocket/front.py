@@ -26,6 +26,8 @@ def front_of(options: Options, config: EngineConfig) -> tuple[ChatTokenizer | No
     tokenizer: ChatTokenizer | None = None
     if not options.skip_tokenizer_init:
         tokenizer = ChatTokenizer.from_pretrained(options.tokenizer or config.model_path, options.chat_template)
+        if options.chat_template is not None:  # else what is wrong with it shows only in the first chat
+            tokenizer.template().check()
     processor = Processor(
         tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,

@@ -31,7 +31,7 @@ def provenance(bench: str) -> dict[str, Any]:
     """Bench, command, commit, date, hardware and versions of this run."""
     return {
         "bench": bench,
-        "command": " ".join(["hocket", *sys.argv[1:]]),
+        "command": _command(sys.argv[1:]),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": {"cpu": cpu_name(), "cores": len(os.sched_getaffinity(0)), "gpus": _gpus()},
@@ -39,6 +39,17 @@ def provenance(bench: str) -> dict[str, Any]:
         | {name: version for name in GPU_PACKAGES if (version := package_version(name))}
         | {"python": platform.python_version()},
     }
+
+
+def _command(words: list[str]) -> str:
+    """As it was typed, less what is nobody else's business: results are kept and shown."""
+    shown = ["hocket", *words]
+    for i, word in enumerate(shown):
+        if word.startswith("--api-key="):
+            shown[i] = "--api-key=…"
+        elif shown[i - 1] == "--api-key":
+            shown[i] = "…"
+    return " ".join(shown)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -24,9 +24,10 @@ def explain(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="the same as one JSON object")] = False,
 ) -> None:
-    """Print what a configuration would do: shapes, ranks and experts, bytes that each transport moves, memory and KV
-    blocks, which steps would split and why, in which order they would run, which CUDA graphs would be captured, and
-    what became of every option.
+    """Print what a configuration would do, and what became of every option.
+
+    Shapes, ranks and experts, bytes that each transport moves, memory and KV blocks, which steps would split and why,
+    in which order they would run, which CUDA graphs would be captured.
 
     Nothing is loaded and no rank is started; a model's config.json is enough, and --device cuda needs no GPU. A refused
     option is named with the reason, the rest is told without it, and the exit code is 2.

@@ -105,7 +105,8 @@ class Guest:
         """Whether the server has ended as it should; raises where it or this host cannot go on."""
         if isinstance(message, Refused):
             ranks = f"{listed(self._config.ranks)} of {self._config.world_size}"
-            raise ConfigError("data_parallel_start_rank", ranks, message.message, where="by the server")
+            allowed = "ranks that no other host has, with the server's options"
+            raise ConfigError("data_parallel_start_rank", ranks, allowed, where=f"by the server: {message.message}")
         if isinstance(message, End) and message.error:
             raise revive(message.kind, f"the server ended: {message.error}")
         return isinstance(message, End)

@@ -59,7 +59,8 @@ class Roster:
 
     def _contradiction(self, message: Join) -> str | None:
         if message.world_size != self._world_size:
-            return f"--data-parallel-size is {message.world_size} there and {self._world_size} at the server"
+            sizes = f"{message.world_size} on the host that joins and {self._world_size} at the server"
+            return f"--data-parallel-size is {sizes}"
         ranks = _Guest(message, 0.0).ranks
         if not ranks or ranks[0] < 0 or ranks[-1] >= self._world_size:
             last = message.start_rank + message.num_ranks - 1
@@ -68,7 +69,8 @@ class Roster:
         for key in keys:
             there, here = message.must_agree.get(key), self._must_agree.get(key)
             if there != here:
-                return f"{key} is {there!r} there and {here!r} at the server"
+                shown = ["not given" if value is None else repr(value) for value in (there, here)]
+                return f"{key} is {shown[0]} on the host that joins and {shown[1]} at the server"
         return None
 
     def taken(self, message: Join, now: float, besides: bytes = b"") -> str | None:

@@ -33,7 +33,7 @@ class CompletionForm(Form):
         self._is_prompt_only = bool(self.body.echo) and self.body.max_tokens == 0
 
     def names(self) -> dict[str, str]:
-        return {"json_schema": "response_format"}
+        return {"json_schema": "response_format", "prompt_token_ids": "prompt"}
 
     async def items(self) -> list[Item]:
         prompts = _prompts(self.body.prompt)

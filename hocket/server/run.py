@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -222,6 +223,8 @@ def _listen(settings: Settings) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("host", settings.host, f"an address or name of this host ({error.strerror})") from None
         where = f"on {settings.host}: {error.strerror}"
         raise ConfigError("port", settings.port, "a port that is free, 0 for any", where=where) from None
     return listener

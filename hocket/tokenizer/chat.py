@@ -55,6 +55,10 @@ class ChatTemplate:
             templates["default"] = _read_override(override, templates)
         return cls(templates, tokenizer.special_tokens)
 
+    def check(self) -> None:
+        """Raises ConfigError where the usual template is not valid Jinja, or there is none."""
+        self._compile(self._source(has_tools=False))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -36,6 +36,15 @@ def test_gpus_and_their_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ]
 
 
+@pytest.mark.parametrize("given", [["--api-key", "secret"], ["--api-key=secret"]])
+def test_a_key_is_not_written_into_results(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["hocket", "bench", "serve", *given, "--repeats", "4"])
+    command = report.provenance("serve")["command"]
+    assert command.startswith("hocket bench serve --api-key")
+    assert command.endswith("… --repeats 4")
+    assert "secret" not in command
+
+
 def test_packages_of_kernels_are_named_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "flashinfer-python":

@@ -94,12 +94,15 @@ def test_a_host_that_went_before_the_start_makes_room() -> None:
     ("message", "expected"),
     [
         (joining(0, 1), "rank 0 is there twice: on the server's host and on host0"),
-        (joining(1, 1, world_size=2), "--data-parallel-size is 2 there and 4 at the server"),
+        (joining(1, 1, world_size=2), "--data-parallel-size is 2 on the host that joins and 4 at the server"),
         (joining(3, 2), "of 4"),
         (joining(-1, 2), "of 4"),
         (joining(1, 0), "of 4"),
-        (joining(1, 1, must_agree=AGREED | {"enable_dbo": False}), "enable_dbo is False there and True at the server"),
-        (joining(1, 1, must_agree={"model": "tiny"}), "enable_dbo is None there"),
+        (
+            joining(1, 1, must_agree=AGREED | {"enable_dbo": False}),
+            "enable_dbo is False on the host that joins and True",
+        ),
+        (joining(1, 1, must_agree={"model": "tiny"}), "enable_dbo is not given on the host that joins"),
     ],
 )
 def test_what_does_not_fit_is_refused(message: Join, expected: str) -> None:
@@ -187,7 +190,7 @@ def test_a_headless_host_says_what_it_waits_for_and_why_it_was_refused(hosts: Ho
 
     server = threading.Thread(target=gather)
     server.start()
-    with pytest.raises(ConfigError, match="model is 'other' there and 'tiny' at the server"):
+    with pytest.raises(ConfigError, match="model is 'other' on the host that joins and 'tiny' at the server"):
         run_ranks(wrong, AGREED | {"model": "other"}, LIMIT_S)
     server.join(LIMIT_S)
     alone = HostConfig(world_size=4, num_ranks=1, start_rank=1, port=free_port(), headless=True)
@@ -455,15 +458,15 @@ def test_flags_of_a_server_on_every_host() -> None:
         ({"size_local": 5}, "data_parallel_size_local"),
         ({"address": "a"}, "data_parallel_size_local"),
         ({"world_size": 1, "size_local": 2}, "data_parallel_size_local"),
-        ({"external_lb": True}, "data_parallel_rank: None"),
+        ({"external_lb": True}, "data_parallel_rank: is missing"),
         ({"rank": 4}, "data_parallel_rank: 4 .* 0 to 3"),
         ({"rank": 0, "world_size": 1}, "data_parallel_size: 1"),
         ({"rank": 1, "size_local": 2}, "data_parallel_size_local: 2 .*hybrid"),
         ({"rank": 1, "start_rank": 2}, "data_parallel_start_rank: 2"),
         ({"rank": 1, "hybrid_lb": True}, "data_parallel_hybrid_lb"),
         ({"rank": 1, "headless": True, "address": "a"}, "headless"),
-        ({"hybrid_lb": True, "size_local": 2}, "data_parallel_start_rank: None"),
-        ({"hybrid_lb": True, "start_rank": 2}, "data_parallel_size_local: None"),
+        ({"hybrid_lb": True, "size_local": 2}, "data_parallel_start_rank: is missing"),
+        ({"hybrid_lb": True, "start_rank": 2}, "data_parallel_size_local: is missing"),
         ({"hybrid_lb": True, "start_rank": 3, "size_local": 2}, "data_parallel_start_rank: 3 .* 0 to 2"),
     ],
 )

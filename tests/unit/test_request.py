@@ -278,3 +278,4 @@ def test_a_message_about_a_wrong_value_is_one_short_line() -> None:
         assert len(str(error)) < 300
     assert str(ConfigError("field", "a  b", "x")) == "field: 'a  b' is not allowed; allowed: x"
     assert str(ConfigError("field", 1, "x", where="with y")) == "field: 1 is not allowed with y; allowed: x"
+    assert str(ConfigError("field", None, "x", where="with y")) == "field: is missing with y; allowed: x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("fastapi")
 from fake_ranks import FakeGroup
 
 from hocket.config.options import Options
-from hocket.errors import HocketError
+from hocket.errors import ConfigError, HocketError
 from hocket.llm import LLM
 from hocket.server.served_model import ServedModel
 
@@ -82,3 +83,10 @@ def test_a_rank_lost_while_the_server_ends_starts_nothing_anew(monkeypatch: pyte
     monkeypatch.delattr(LLM, "from_options")
     asyncio.run(main())
     assert [str(error) for error in ended] == ["rank 1 ended unexpectedly"]
+
+
+@pytest.mark.parametrize(("given", "says"), [("/nowhere.jinja", "a readable file"), ("{% if %}", "valid Jinja")])
+def test_a_wrong_chat_template_is_said_before_ranks_start(given: str, says: str) -> None:
+    group: Any = FakeGroup(lambda request: [])
+    with pytest.raises(ConfigError, match=rf"^chat_template: .* is not allowed; allowed: {says}"):
+        LLM.from_options(replace(OPTIONS, chat_template=given), group=group)

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("fastapi")
 from served import JSON, LIMIT_S, parsed
 
+from hocket.errors import ConfigError
 from hocket.server import run
 from hocket.server.settings import Settings
 from hocket.server.starting import Starting
@@ -65,3 +66,13 @@ def test_a_client_that_dawdles_does_not_keep_the_server_from_starting(sent: byte
             assert ask(port, "GET", "/health")[0] == 503
             began = time.monotonic()
         assert time.monotonic() - began < settings.header_timeout_s / 2
+
+
+def test_an_address_that_is_not_here_is_told_from_a_port_that_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"^host: '192\.0\.2\.1' is not allowed; allowed: an address or name of this"):
+        run._listen(Settings(host="192.0.2.1", port=0))  # TEST-NET-1, which no host has
+    with run._listen(Settings(port=0)) as listener:
+        port = listener.getsockname()[1]
+        listener.listen()
+        with pytest.raises(ConfigError, match=f"^port: {port} is not allowed on 127.0.0.1: Address already in use"):
+            run._listen(Settings(port=port))

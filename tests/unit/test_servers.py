@@ -192,7 +192,7 @@ def test_servers_that_were_given_something_else_are_refused() -> None:
     member = others_of(replace(first, start_rank=1), AGREED | {"model": "other"}, LIMIT_S, None)
     gathered = threading.Thread(target=pytest.raises, args=(RankLost, lead.gather, 2.0))
     gathered.start()
-    with pytest.raises(ConfigError, match="model is 'other' there and 'tiny' at the server"):
+    with pytest.raises(ConfigError, match="model is 'other' on the host that joins and 'tiny' at the server"):
         member.gather(LIMIT_S)
     gathered.join(LIMIT_S)
     for one in (lead, member):
