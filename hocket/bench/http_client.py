@@ -30,7 +30,8 @@ class Streamed:
 
 
 class Server:
-    """Where to ask: `http://host:port` or `https://…`, with a path before the API's if there is one.
+    """Where to ask: `http://host:port` or `https://…`, with a path before the API's if there is one; the `/v1` that
+    clients are told may stay.
 
     limit_s: seconds that an answer may take. Raises ConfigError for another kind of address.
     """
@@ -43,7 +44,7 @@ class Server:
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        self._prefix = parts.path.rstrip("/")
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._limit_s = limit_s
         self._headers = [("host", parts.netloc), ("connection", "close")]
         if api_key:

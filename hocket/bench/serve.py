@@ -141,7 +141,8 @@ async def _one_run(server: Server, load: Load, seed: int, progress: Callable[[in
 
 
 def _row(server: Server, load: Load, runs: list[Run]) -> dict[str, Any]:
-    """Times over all answers of all runs; rates as medians over the runs. runs: rates of each, and medians of times."""
+    """Times over all answers of all runs; rates as medians over the runs. runs: rates of each, and medians of times.
+    num_short: answers with fewer tokens than were asked for, although they were not to end before."""
     answers = [answer for one in runs for answer in one.answers]
     good = [answer for answer in answers if not answer.error]
     errors = dict.fromkeys(answer.error for answer in answers if answer.error)
@@ -158,6 +159,8 @@ def _row(server: Server, load: Load, runs: list[Run]) -> dict[str, Any]:
         "repeats": len(runs),
         "num_answers": len(good),
         "num_failed": len(answers) - len(good),
+        "num_short": sum(answer.num_tokens < load.output_len for answer in good) if load.ignore_eos else None,
+        "tokens_per_answer": statistics.fmean(answer.num_tokens for answer in good) if good else None,
         "errors": list(errors)[:5],
         "seconds": statistics.median(one.seconds for one in runs),
         **{name: statistics.median(values) for name, values in rates.items()},
@@ -215,5 +218,10 @@ def _print_table(row: dict[str, Any]) -> None:
         f"{row['requests_per_s']:,.2f} requests/s, {row['output_tokens_per_s']:,.1f} output tokens/s, "
         f"{row['total_tokens_per_s']:,.1f} with prompts (median of {row['repeats']} runs){per_user}"
     )
+    if row["num_short"]:
+        console.print(
+            f"{row['num_short']} of {row['num_answers']} answers are shorter than --output-len {load['output_len']}: "
+            f"{row['tokens_per_answer']:,.0f} tokens on average, as many as the server allows?"
+        )
     for error in row["errors"]:
         console.print(f"failed: {error}", markup=False, highlight=False)

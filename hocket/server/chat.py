@@ -56,7 +56,7 @@ def _check(where: str, message: Any) -> None:
         shape = '{"type": "function", "function": {"name": …, "arguments": …}}'
         raise ApiError(400, f"{where}: a list of {shape} is needed", param=where)
     content = message.get("content")
-    if content is None or isinstance(content, str):
+    if isinstance(content, str) or (content is None and message["role"] == "assistant"):
         return
     where += ".content"
     if not isinstance(content, list):

@@ -104,6 +104,23 @@ def test_two_servers_in_turn(
     assert [url in line for url, line in zip(urls, table[-2:], strict=True)] == [True, True]
 
 
+def test_answers_shorter_than_asked_for_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server cuts max_tokens to what fits, so figures would be of another load than they say."""
+    with serving() as served:
+        served.text = "some words"
+        arguments = ["--url", f"http://127.0.0.1:{served.port}/v1/", "--num-prompts", "2", "--repeats", "1"]
+        monkeypatch.setattr("sys.argv", ["hocket", "bench", "serve", *arguments, "--output-len", "5000"])
+        assert main() == 0
+        out = capsys.readouterr().out
+        row = json.loads(out.splitlines()[-1])["rows"][0]
+        assert row["num_short"] == row["num_answers"] == 2
+        assert 0 < row["tokens_per_answer"] < 5000
+        assert "2 of 2 answers are shorter than --output-len 5000" in " ".join(out.split())
+        served.until(served.is_idle)
+
+
 def test_failures_are_counted_and_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Settings(port=0, max_concurrent_requests=1)) as served:
         served.text = "some words"

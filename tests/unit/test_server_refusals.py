@@ -153,6 +153,7 @@ def test_a_wrong_value_is_refused_by_the_fields_name(served: FakeServed, path: s
         (CHAT, {"messages": ["Hello"]}, "messages[0]", 400),
         (CHAT, {"messages": [{"content": "Hello"}]}, "messages[0]", 400),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", 400),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", 400),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", 400),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, "messages", 400),
         (CHAT, HELLO | {"top_logprobs": 2}, "top_logprobs", 400),
