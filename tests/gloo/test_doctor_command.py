@@ -47,6 +47,7 @@ def test_json_has_everything(tmp_path: Path) -> None:
         "hocket": str,
         "python": str,
         "packages": dict,
+        "kernel_caches": dict,
         "driver": (str, type(None)),
         "cpu": dict,
         "config": dict,

@@ -168,12 +168,12 @@ def test_openai_errors(client: Any, served: Serving) -> None:
 def test_curl_streams(served: Serving) -> None:
     url = f"http://127.0.0.1:{served.port}/v1/completions"
     command = ["curl", "-sN", url, "-H", "Content-Type: application/json", "-H", "Authorization: Bearer secret", "-d"]
-    body = {"prompt": "Hello", "max_tokens": 5, "stream": True, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": "Hello", "max_tokens": 60, "stream": True, "temperature": 0, "ignore_eos": True}
     said = json.dumps(body | {"return_token_ids": True})
     done = subprocess.run([*command, said], capture_output=True, timeout=LIMIT_S, check=True)
     tokens = [len(event["choices"][0]["token_ids"]) for event in events(done.stdout)]
     assert len(tokens) > 1
-    assert sum(tokens) == 5  # on a busy machine an event may bring two
+    assert sum(tokens) == 60  # on a busy machine an event may bring many
 
 
 # -- signals and lost ranks -------------------------------------------------------------------------------------------

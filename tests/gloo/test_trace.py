@@ -90,6 +90,7 @@ def exposed_and_comm(recording: Recording) -> list[tuple[float, float]]:
     return [(one["exposed"], one["comm"]) for one in (figures.per_step_us() for figures in recording.figures())]
 
 
+@pytest.mark.alone
 def test_serial_communication_is_exposed(groups: Groups, checkpoints: Callable[..., Path]) -> None:
     """Overlap off: over sockets all of it; over an emulated link where no shared experts are computed meanwhile."""
     work = Workload(phase="prefill", num_steps=3, prompt_len=64)
