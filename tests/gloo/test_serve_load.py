@@ -69,6 +69,7 @@ async def good_beside(crowd: Crowd, seconds: float) -> set[str]:
     return texts
 
 
+@pytest.mark.timeout(LOAD_S + 300)
 def test_a_crowd_leaves_nothing(served: Command) -> None:
     text = served.text_of(GOOD)
     warm = Crowd(served.port, seed=0)
