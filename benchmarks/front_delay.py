@@ -65,13 +65,13 @@ def steps(served: FakeServed, num_streams: int) -> tuple[list[float], list[list[
     """When each step's tokens were there for the front, and when the clients had them."""
     command = [sys.executable, __file__, str(served.port), str(num_streams)]
     clients = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    served.until(lambda: served.engine.client.num_requests == num_streams)
+    served.until(lambda: served.model.client.num_requests == num_streams)
     made: list[float] = []
 
     def step() -> None:
         served.group.step()
         made.append(time.perf_counter())
-        served.engine.client._pump()
+        served.model.client._pump()
 
     for _ in range(NUM_TOKENS):
         served.loop.call_soon_threadsafe(step)
