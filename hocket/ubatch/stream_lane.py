@@ -60,7 +60,7 @@ class StreamLane(Lane):
         self._broken: BaseException | None = None
 
     def mark(self) -> torch.cuda.Event:
-        return _recorded(torch.cuda.current_stream(self._device))
+        return recorded(torch.cuda.current_stream(self._device))
 
     def launch(self, work: Work, name: str, after: Any = None) -> Pending:
         if self._broken is not None:
@@ -72,7 +72,7 @@ class StreamLane(Lane):
                 self._stream.wait_event(after)
             torch.cuda.set_stream(self._stream)
             work()
-            done = _recorded(self._stream)
+            done = recorded(self._stream)
         except BaseException as error:  # the record stays at the transfer that failed
             self._broken = error
             raise
@@ -85,7 +85,8 @@ class StreamLane(Lane):
         return None
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind what has been launched on the stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event

@@ -12,12 +12,12 @@ import pytest
 import torch
 from answers import assert_right, greedy, prompts, settled_stats
 from counters import assert_add_up
+from one_rank import CASES, check_equals_one_rank
 from patched_ranks import patched_ranks
 from ranks import RankEnv, RankPool
 from test_transports import CPU, HIDDEN, Case, finalized, make_experts, make_tokens, prepared
 
 from hocket.config import resolve
-from hocket.config.backends import CPU_EXPERTS
 from hocket.config.options import Options
 from hocket.dist.launcher import RankGroup
 from hocket.errors import OverlapError
@@ -29,22 +29,6 @@ from hocket.trace.spans import Stage
 from hocket.ubatch.transfer import Running
 
 DEEPEP = ("deepep_high_throughput", "deepep_low_latency")
-CASES = (
-    Case((5, 9), (0, 0), 8, 3),
-    Case((0, 7, 4), (2, 0, 3), 7, 2, strategy="round_robin", seed=3),  # a rank without tokens, uneven experts
-    Case((0, 0), (0, 0), 4, 2),
-    Case((6, 3, 1), (0, 2, 0), 2, 2, seed=1),  # a rank without experts
-    Case((8, 5), (1, 0), 8, 4, ids="one_rank", dtype=torch.bfloat16, seed=2),
-    Case((3, 4), (2, 1), 8, 3, ids="dropped"),
-)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    ranks = RankPool(3)
-    yield ranks
-    ranks.close()
 
 
 def opened(env: RankEnv, case: Case, name: str) -> Transport:
@@ -57,21 +41,7 @@ def opened(env: RankEnv, case: Case, name: str) -> Transport:
 
 
 def check_case(env: RankEnv, case: Case, name: str) -> None:
-    x, ids, weights = make_tokens(case, env.rank)
-    expected = make_experts(case, "reference")(x, ids, weights).float()
-    transport = opened(env, case, name)
-    for backend in CPU_EXPERTS:
-        experts = make_experts(case, backend, env.rank)
-        sent = prepared(transport, x, ids, weights, case.layout(env.rank))
-        out = finalized(transport, sent.through(experts), sent.handle)
-        assert out.dtype == case.dtype
-        assert out.shape == x.shape
-        limit = TOLERANCE[case.dtype]
-        assert torch.allclose(out.float(), expected, atol=limit, rtol=limit), (backend, out - expected)
-        assert not out[(ids < 0).all(dim=1)].any(), "a row without experts is zero"
-        sent = prepared(transport, x, ids, weights, case.layout(env.rank))  # of a rank that failed
-        assert torch.equal(finalized(transport, sent.nothing(), sent.handle), torch.zeros_like(out))
-    transport.close()
+    check_equals_one_rank(env, case, opened(env, case, name))
 
 
 @pytest.mark.parametrize("name", DEEPEP)

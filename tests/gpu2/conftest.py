@@ -2,7 +2,8 @@
 
 from gpus import left_out
 from rank_fixtures import checkpoints, groups
+from v2_lite import judge, spoilt
 
-__all__ = ["checkpoints", "groups"]
+__all__ = ["checkpoints", "groups", "judge", "spoilt"]
 
 collect_ignore_glob = left_out(2)

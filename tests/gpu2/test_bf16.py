@@ -90,13 +90,6 @@ def test_as_right_as_bf16_can_be(groups: Groups, judge: Judge, cell: Cell) -> No
     assert found.faults() == []
 
 
-@pytest.fixture(scope="module")
-def spoilt() -> Iterator[SpoiltGroups]:
-    made = SpoiltGroups()
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("model", "experts"), [("v2-heads", "grouped_mm"), ("v3-heads", "triton_grouped"), ("qwen3-heads", "deep_gemm")]
 )

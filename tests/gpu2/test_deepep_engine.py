@@ -3,19 +3,17 @@ not set, and a rank that is killed is named."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from answers import greedy, settled_stats
-from bf16_answers import Judge, published
+from bf16_answers import Judge
 from counters import assert_add_up
 from gloo_groups import Groups
 from gpus import missing
 from nan_answers import SpoiltGroups, assert_nan_changes_nothing
 from patched_ranks import patched_environment
-from test_bf16 import COMMON, FEW, LENGTHS, MAX_SEQS, NUM_TOKENS
+from test_bf16 import COMMON, LENGTHS, MAX_SEQS, NUM_TOKENS
 from test_graphs import assert_a_killed_rank_is_named
 
 from hocket.moe.transport.deepep_library import unavailable_reason
@@ -37,21 +35,6 @@ def library() -> None:
     """Without it all of these are skipped, with the reason."""
     if reason := unavailable_reason("deepep_low_latency", "cuda"):
         missing(reason)
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
-    """DeepSeek-V2-Lite's widths."""
-    path = tmp_path_factory.mktemp("deepep")
-    yield Judge(published("deepseek-v2-lite", **FEW), path, "cuda", num_texts=48)
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def spoilt() -> Iterator[SpoiltGroups]:
-    made = SpoiltGroups()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(("transport", "experts", "executor", "num_ubatches"), CELLS)

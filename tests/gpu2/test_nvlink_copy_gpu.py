@@ -3,17 +3,15 @@ what is not set, and a rank that is killed is named."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from answers import greedy, settled_stats
-from bf16_answers import Judge, published
+from bf16_answers import Judge
 from counters import assert_add_up
 from gloo_groups import Groups
 from nan_answers import SpoiltGroups, assert_nan_changes_nothing
-from test_bf16 import COMMON, FEW, LENGTHS, MAX_SEQS, NUM_TOKENS
+from test_bf16 import COMMON, LENGTHS, MAX_SEQS, NUM_TOKENS
 from test_graphs import assert_a_killed_rank_is_named
 
 COPIES = {"all2all_backend": "nvlink_copy", "attention_backend": "flashinfer"}
@@ -25,21 +23,6 @@ CELLS = [
     ("triton_grouped", "greenlet", 2, True),
     ("deep_gemm", "thread", 3, True),
 ]
-
-
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
-    """DeepSeek-V2-Lite's widths."""
-    path = tmp_path_factory.mktemp("copies")
-    yield Judge(published("deepseek-v2-lite", **FEW), path, "cuda", num_texts=48)
-    shutil.rmtree(path)
-
-
-@pytest.fixture(scope="module")
-def spoilt() -> Iterator[SpoiltGroups]:
-    made = SpoiltGroups()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(("experts", "executor", "num_ubatches", "in_graphs"), CELLS)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hocket.errors import HocketError
+from hocket.ubatch.stream_lane import recorded
 
 PIECE_BYTES = 32 << 20
 """Longer delays are several copies."""
@@ -74,7 +75,7 @@ class CopyDelay:
 
     def mark(self) -> torch.cuda.Event:
         """Time begins when the current stream comes here."""
-        return _recorded(torch.cuda.current_stream(self._device))
+        return recorded(torch.cuda.current_stream(self._device))
 
     def start(self, mark: torch.cuda.Event, seconds: float) -> torch.cuda.Event:
         """What ends `seconds` after the mark, and after the delay before it."""
@@ -83,14 +84,8 @@ class CopyDelay:
     def _started(self, mark: torch.cuda.Event, num_bytes: int) -> torch.cuda.Event:
         self._stream.wait_event(mark)
         self._copy(num_bytes)
-        return _recorded(self._stream)
+        return recorded(self._stream)
 
     def wait(self, end: torch.cuda.Event) -> None:
         """The current stream goes on after that."""
         torch.cuda.current_stream(self._device).wait_event(end)
-
-
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
