@@ -53,7 +53,7 @@ class _Slots:
         self.count, self.max_tokens = sizes.num_ubatches, sizes.max_tokens
         self._starts = 0, part_bytes[DISPATCH]
         self._slot_bytes = sum(part_bytes)
-        self._others = [other for other in range(num_ranks) if other != rank]
+        self.others = [(rank + step) % num_ranks for step in range(1, num_ranks)]  # not all write to the same one first
         self._num_ranks, self._rank = num_ranks, rank
         self.memory = PeerMemory(self._slot_bytes * self.count, group, device)
         self.next = 0
@@ -85,17 +85,13 @@ class _Slots:
 
     def signal(self, slot: int, part: int) -> None:
         """Tell all others that what they get is there."""
-        for other in self._others:
+        for other in self.others:
             self.memory.signal(other, 2 * slot + part)
 
     def wait(self, slot: int, part: int) -> None:
         """Go on when all others have told so."""
-        for other in self._others:
+        for other in self.others:
             self.memory.wait(other, 2 * slot + part)
-
-    def each_other(self) -> list[int]:
-        """The other ranks, in an order in which not all write to the same one first."""
-        return sorted(self._others, key=lambda other: (other - self._rank) % self._num_ranks)
 
 
 class NVLinkCopyTransport(Transport):
@@ -147,7 +143,7 @@ class NVLinkCopyTransport(Transport):
         def send() -> None:
             slots.begin()
             if num_bytes:
-                for other in slots.each_other():
+                for other in slots.others:
                     slots.mine(slot, DISPATCH, num_bytes, other).copy_(mine)
             slots.signal(slot, DISPATCH)
 
@@ -171,7 +167,7 @@ class NVLinkCopyTransport(Transport):
 
         def send() -> None:
             if num_bytes:
-                for other in slots.each_other():
+                for other in slots.others:
                     there = slots.mine(slot, COMBINE, num_bytes, other)
                     there.view(sums.dtype).view(padded, hidden_size).copy_(sums[other])
             slots.signal(slot, COMBINE)
